@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -38,11 +38,9 @@ class Counts:
     images: int = 0
     masks: int = 0
     refused: int = 0
-    warnings: int = 0
 
     def __reduce__(self) -> tuple[type["Counts"], tuple[int, ...]]:
-        numbers = (self.stored_bytes, self.members, self.images, self.masks, self.refused, self.warnings)
-        return Counts, numbers
+        return Counts, astuple(self)
 
 
 class SourcePass:
@@ -198,7 +196,6 @@ class SourcePass:
             image_id = result.annotations.image_id
             for reason, warning in result.warnings.items():
                 self.quarantine.warn(image_id, reason, warning)
-                self.counts.warnings += 1
             self._store(result)
         if isinstance(result, _Refused) or (isinstance(result, Pair) and result.warnings):
             self.systematic.check_early(self.quarantine, self.counts.images, step.members, step.stored_bytes)

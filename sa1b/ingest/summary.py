@@ -144,7 +144,8 @@ class ReshardSummary:
         if self.done:
             rows.append(("rate", f"{self._rate():,.1f} MB/s of source, {self.seconds:,.1f} s"))
         rows += [(f"refused: {reason}", f"{count:,}") for reason, count in totals["refused"].items()]
-        masks = self._warned_masks(store)
+        warned = [task.name for task in self._chosen() if task.warnings]
+        masks = self._warned_masks(store, warned)
         for reason, count in totals["warnings"].items():
             with_masks = f" with {counted(masks[reason], 'mask')}" if masks[reason] else ""
             rows.append((f"warning: {reason}", f"{counted(count, 'image')}{with_masks}, kept"))
@@ -158,7 +159,6 @@ class ReshardSummary:
         used, kept = 2 * totals["images"], totals["refused_members"]
         lines.append(f"{totals['members']:,} members in = {used:,} in shards + {kept:,} in quarantine")
         refused = [task.name for task in self._chosen() if task.counts["refused"] or task.damage]
-        warned = [task.name for task in self._chosen() if task.warnings]
         for what, names, file in (("quarantine", refused, REFUSED), ("warnings", warned, WARNINGS)):
             paths = first_names([store.url(f"{QUARANTINE}/{name}/{file}") for name in names])
             lines += [f"{what}: {paths}"] if names else []
@@ -170,12 +170,12 @@ class ReshardSummary:
         lines.append(self._ending(root))
         return "\n".join(lines)
 
-    def _warned_masks(self, store: Store) -> Counter[str]:
-        """Masks of each warning, which only the lists in quarantine have."""
+    def _warned_masks(self, store: Store, warned: list[str]) -> Counter[str]:
+        """Masks of each warning, which only the lists in quarantine have; of a run that wrote all of them."""
         masks: Counter[str] = Counter()
         with suppress(StorageError, OSError, TypeError):
-            for task in (task for task in self._chosen() if task.warnings):
-                with store.files(f"{QUARANTINE}/{task.name}/{WARNINGS}") as (path,):
+            for name in warned if {*warned} <= {*self.done} else ():
+                with store.files(f"{QUARANTINE}/{name}/{WARNINGS}") as (path,):
                     for entry in (entry for _, entry in read_lines(path) if entry is not None):
                         masks[entry["reason"]] += entry.get("mask_count", 0)
         return masks

@@ -254,6 +254,17 @@ def test_a_reader_of_a_bucket_finds_the_old_or_the_new_directory_at_each_object_
         assert store.files() == kit.files(allowed.after)
 
 
+def test_a_run_that_converts_nothing_reads_no_list_of_warnings(whole, tars, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "KEY")
+    with StoreServer(page=100) as store:
+        store.load(whole)
+        words = ("--out", store.root, "--endpoint", store.url, "--images-per-shard", 5)
+        assert re.search("warning: area +1 image, kept", kit.run("reshard", *tars, *words, code=3).out)
+        assert store.asked("GET", "*/dataset.json")
+        assert not store.asked("GET", "*/warnings.jsonl")
+
+
 @pytest.mark.parametrize("case", [case for case in CHANGES if case.startswith(("a replaced", "a dropped"))])
 def test_a_stream_of_images_that_go_gives_the_old_ones_or_an_error(scene, case, tmp_path):
     one = scene(case)
