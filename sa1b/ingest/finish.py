@@ -111,7 +111,7 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
         before = _known_before(store)
         # Without dataset.json, shards without a task file may be all that is left of a finished source.
         lost = sources_without_task(store, tasks.keys()) if before is None else ()
-        known = {*expected, *_claimed(store), *_listed(store, lists), *(before or ()), *lost}
+        known = {*expected, *_beside(store, ENDING), *_listed(store, lists), *(before or ()), *lost}
         unproven: Collection[str] = ()
         pending = sorted(known - tasks.keys() - failed.keys() - {without})
         if not is_current(store, tasks, failed, pending) and (tasks or without is not None):
@@ -127,6 +127,8 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
                 join_tables(store, tasks, tables, failed, pending, keep=unproven)
         if without is not None:  # within the claim, so that no other process lists the source again
             store.remove(*(task_name(without, ending) for ending in ("json", "failed", "searched")))
+        alone = _beside(store, ".samples") - {*known, *tasks, *failed}  # a drop of each was interrupted
+        store.remove(*(task_name(name, "samples") for name in alone if not stored_shards(store, name)))
         if not unproven:
             remove_old_tables(store)
         if tasks:  # dataset.json now records the pending sources
@@ -148,8 +150,8 @@ def _listed(store: Store, lists: list[str]) -> set[str]:
     return listed
 
 
-def _claimed(store: Store) -> set[str]:
-    return {name.removesuffix(ENDING) for name in store.names(TASKS, ENDING)}
+def _beside(store: Store, ending: str) -> set[str]:
+    return {name.removesuffix(ending) for name in store.names(TASKS, ending)}
 
 
 def _known_before(root: Root) -> set[str] | None:
@@ -196,7 +198,8 @@ def stored_source(root: Root, text: str) -> str:
     """The source that `text` names by name, tar or folder; UsageError: it is none of the directory."""
     store = open_store(root)
     tasks = known_tasks(store)
-    known = {*tasks, *read_failed(store), *_claimed(store), *(_known_before(store) or ())}
+    beside = {*read_failed(store), *_beside(store, ENDING), *_beside(store, ".samples")}
+    known = {*tasks, *beside, *(_known_before(store) or ())}
     name = named_source(text, known)
     listed = first_names([*tasks], 10) or "none"
     if name is None:

@@ -254,6 +254,21 @@ def test_a_reader_of_a_bucket_finds_the_old_or_the_new_directory_at_each_object_
         assert store.files() == kit.files(allowed.after)
 
 
+@pytest.mark.parametrize("following", ["the same", "of another source"])
+def test_the_rows_that_a_killed_drop_leaves_go_with_the_next_run(whole, tars, tmp_path, following):
+    root, drop = shutil.copytree(whole, tmp_path / "root"), ("reshard", "--drop", "sa_000002", "--out")
+    with steps(root, *drop, root) as changes:
+        for name in changes:
+            if name == "tasks/sa_000002.samples":
+                changes.kill()
+                break
+    kit.run("index", root)  # removes the claim
+    assert (root / name).exists()
+    kit.run(*drop, root) if following == "the same" else reshard(root, tars[0])
+    assert not [*root.glob("tasks/sa_000002*"), *root.glob("sa1b-000002*")]
+    assert kit.run("verify", root, "--json").json["findings"] == []
+
+
 def test_a_run_that_converts_nothing_reads_no_list_of_warnings(whole, tars, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "KEY")

@@ -20,7 +20,7 @@ from sa1b.ingest.reshard import reshard
 from sa1b.shards import commit
 from sa1b.shards.documents import Options
 from sa1b.shards.manifest import dataset_document, read_dataset, read_tasks, table_name, write_task
-from sa1b.shards.sample_table import open_table, read_facts
+from sa1b.shards.sample_table import read_facts
 from sa1b.storage.claim import Claim
 from sa1b.storage.store import FolderStore
 from sa1b.verify.verify import verify
@@ -252,17 +252,6 @@ def test_a_source_is_dropped_by_the_name_of_its_folder_or_tar(root: Path, name: 
     assert not killed.exists()
 
 
-def test_a_claim_that_is_released_at_this_moment_is_named_by_its_file(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(finish_module, "holder", lambda *_: None)
-    claim = Claim.take(FolderStore(root), "tasks/sa_000001.claim")
-    assert claim is not None
-    path = root / "tasks" / "sa_000001.claim"
-    with claim, pytest.raises(LockedError, match=rf"another process is writing this source; .* \({path}\)"):
-        drop_source(root, "sa_000001")
-
-
 def test_a_source_made_with_other_options_is_left_out_and_named(root: Path, tars: Path) -> None:
     inside.ingest_tar(tars / "sa_000002.tar", root, images_per_shard=4, keep_json=True)
     finished = finish(root)
@@ -314,18 +303,6 @@ def test_ten_thousand_parts_and_more_are_in_the_order_of_their_numbers(root: Pat
     with (root / table_name(root)).open("rb") as file:
         document = json.loads(dataset_document(tasks, "t", read_facts(file)))
     assert [shard["name"] for shard in document["shards"]][:4] == names
-
-
-def test_a_joined_table_is_the_one_that_all_rows_give_at_once(root: Path) -> None:
-    joined = open_table(root / table_name(root), check=True)
-    dataset = sa1b.open(root)
-    for name, task in read_tasks(root).items():
-        rows = open_table(root / "tasks" / f"{name}.samples", check=True)
-        for row in range(len(rows)):
-            at = dataset.row(int(rows.image_id[row]))
-            assert dataset.shards[int(joined.shard[at])] == task.shards[int(rows.shard[row])].name
-            for column in ("offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"):
-                assert getattr(joined, column)[at] == getattr(rows, column)[row]
 
 
 @pytest.mark.parametrize("added", [True, False])
