@@ -28,6 +28,7 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import view_digest
 from sa1b.shards.layer import reopen_layers
 from sa1b.shards.sample_table import SampleTable
+from sa1b.shards.staging import remove_local_leftovers
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.claim import exclusive
 from sa1b.storage.errors import DamageError, MissingError, ReplacedError
@@ -107,16 +108,8 @@ def _digest(ids_sha256: str, masks_where: Predicate | None, layers: Layers) -> s
 
 def whole(table: SampleTable, masks_where: Predicate | None = None, layers: Layers = ()) -> View:
     """The view of all images of a dataset directory; opening it takes no time."""
-    digest = _digest(table.ids_digest, masks_where, layers)
-    return View(
-        rows=None,
-        count=len(table),
-        digest=digest,
-        ids_digest=table.ids_digest,
-        bytes_digest=table.digest,
-        masks_where=masks_where,
-        layers=layers,
-    )
+    about = _digest(table.ids_digest, masks_where, layers), table.ids_digest, table.digest
+    return View(None, len(table), *about, masks_where, layers)
 
 
 def view_of(dataset: Dataset, which: str | Path | None) -> tuple[View, Dataset]:
@@ -248,6 +241,7 @@ def write_view(
     target = view_target(root, out)
     store, final = target.store, target.document(digest)
     with exclusive(store, target.claim, store.url(final)):  # writers only; readers take no claim
+        remove_local_leftovers(open_store(store.url(target.folder)))
         others = target.views()
         names = {alias for other in others if other.digest == digest for alias in other.names}
         check_free(others, out, name, digest, overwrite=overwrite)

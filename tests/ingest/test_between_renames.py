@@ -269,6 +269,22 @@ def test_the_rows_that_a_killed_drop_leaves_go_with_the_next_run(whole, tars, tm
     assert kit.run("verify", root, "--json").json["findings"] == []
 
 
+@pytest.mark.parametrize("out", [None, "views", "view.json"])
+def test_what_a_killed_view_leaves_goes_with_the_next_view(whole, tmp_path, out):
+    root, words = shutil.copytree(whole, tmp_path / "root"), ["view", whole, "--images-where", "masks > 2"]
+    base, words = (root / "views", ["view", root, *words[2:]]) if out is None else (tmp_path / "out", words)
+    words += ["--out", base / out] if out else []
+    with steps(base, *words) as changes:
+        for _ in changes:
+            changes.kill()
+            break
+    (left,) = base.rglob(".*.partial")
+    mine = left.with_name(".mine.partial")
+    mine.touch()
+    kit.run(*words)
+    assert [*base.rglob(".*")] == [mine]
+
+
 def test_a_run_that_converts_nothing_reads_no_list_of_warnings(whole, tars, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "KEY")

@@ -371,16 +371,6 @@ def test_five_names_of_a_kind_are_listed_and_the_rest_counted(root: Path, tmp_pa
     assert f"6 failed ({', '.join(names[:5])} and 1 more)." in more
 
 
-def test_ten_sources_are_listed_where_none_of_a_name_can_be_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = [f"sa_{number:06d}" for number in range(11)]
-    for count, end in ((10, names[9]), (11, f"{names[9]} and 1 more")):
-        monkeypatch.setattr(finish_module, "known_tasks", lambda _, count=count: dict.fromkeys(names[:count]))
-        with pytest.raises(UsageError, match=f"it has {names[0]}, .*{end}$"):
-            drop_source(tmp_path, "sa_000099")
-
-
 def test_finishing_what_is_up_to_date_reads_no_rows(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise AssertionError("rows were read")
