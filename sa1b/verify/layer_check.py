@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from sa1b.masks.runs import MaskError
 from sa1b.report import bar, first_lines
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.layer import is_own, layer_names, open_layers
+from sa1b.shards.layer import INDEX, is_own, layer_names, open_layers
 from sa1b.shards.manifest import LAYERS
 from sa1b.shards.sample import location_of, submit
 from sa1b.storage.cache import digest
@@ -39,9 +39,7 @@ class LayerCheck:
 
     def document(self) -> dict[str, Any]:
         """The result as a JSON document."""
-        code = {"exit_code": self.exit_code()}
-        counts = {"images": self.images, "absent": self.absent}
-        return {**code, "name": self.name, **counts, "problems": self.problems}
+        return {"exit_code": self.exit_code(), **asdict(self)}
 
     def table(self) -> str:
         """The result as text."""
@@ -62,15 +60,17 @@ def verify_layer(root: str | Dataset, name: str, *, records: bool = True, quiet:
     dataset.check_table()
     try:
         *parents, layer = open_layers(dataset.reader, dataset.table, [name])
-        stored = digest(dataset.reader, layer.file)
+        listed = {layer.file: layer.info.masks, f"{LAYERS}/{name}/{INDEX}": layer.info.index}
+        stored = {file: digest(dataset.reader, file) for file in listed}  # a cache may have the index still
     except (ManifestError, MissingError, FileNotFoundError) as error:
         check.problems.append(str(error))
         return check
-    if stored != layer.info.masks.sha256:
-        check.problems.append(
-            f"{dataset.reader.url(layer.file)}: sha256 {stored}, layer.json has {layer.info.masks.sha256}; "
-            "restore it from a copy"
-        )
+    check.problems += [
+        f"{dataset.reader.url(file)}: sha256 {stored[file]}, layer.json has {one.sha256}; "
+        "restore it from a copy"
+        for file, one in listed.items()
+        if stored[file] != one.sha256
+    ]
     of_layer = layer.columns["image_id"]
     ids = of_layer[np.isin(of_layer, dataset.table.image_id.astype(np.int64))].tolist()
     check.absent = len(of_layer) - len(ids)

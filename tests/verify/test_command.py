@@ -350,3 +350,14 @@ def typed(words, **places):
     for place, path in places.items():
         words = [word.replace(place, str(path)) for word in words]
     return words
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+def test_the_index_of_a_layer_is_verified_in_the_bucket_not_in_a_cache(whole, tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root, index = shutil.copytree(whole, tmp_path / "root"), "layers/round2/index.parquet"
+    url = bucket(root)
+    assert run("verify", url, "--json").json["findings"] == []  # the cache has the index now
+    put(root, index, None) if damage == "gone" else flip(root, index)
+    assert f"{url}/{index}: " in run("verify", url, code=1).out
+    assert f"{url}/{index}: " in run("layer", "verify", url, "round2", code=1).out

@@ -9,7 +9,6 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from sa1b.console import command
 from sa1b.errors import ManifestError, UsageError
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.errors import UnavailableError
@@ -170,16 +169,3 @@ def test_the_warnings_of_a_bucket_are_listed(bucket, each_root):
     here, there = WarningList.read(each_root), WarningList.read(bucket.store)
     assert there.images == here.images
     assert there.document()["root"] == bucket.url
-
-
-def test_a_damaged_shard_of_a_bucket_gets_no_index(root, tmp_path):
-    bucket = Bucket(root, tmp_path / "scratch")
-    before = bucket.content()
-    bucket.change(f"{SHARD}.tar", 3000)
-    bucket.remove(f"{SHARD}.parquet")
-    summary = rebuild_root(bucket.store, workers=0, quiet=True)
-    assert summary.exit_code() == 1
-    (why,) = summary.failed.values()
-    assert why.startswith(f"{bucket.url}/{SHARD}.tar")
-    assert command("reshard") in why
-    assert bucket.content().keys() == before.keys() - {f"{SHARD}.parquet"}
