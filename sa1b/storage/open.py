@@ -1,5 +1,6 @@
 """The store of a path or URL."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,10 @@ from typing import Any
 from sa1b.arguments import plain_root, was_url
 from sa1b.errors import UsageError
 from sa1b.storage.bucket import BucketStore
+from sa1b.storage.protocols import kind_of
 from sa1b.storage.store import FolderStore, Root, Store
 
-_buckets: dict[tuple[str, Path | None, str], BucketStore] = {}  # share their connections
+_buckets: dict[tuple[object, ...], BucketStore] = {}  # share their connections
 
 
 def open_store(root: Root, *, scratch: Path | None = None, options: Mapping[str, Any] | None = None) -> Store:
@@ -20,10 +22,9 @@ def open_store(root: Root, *, scratch: Path | None = None, options: Mapping[str,
         return root
     text = plain_root(root)
     if "://" in text:
-        key = (text.rstrip("/"), scratch, repr(sorted((options or {}).items())))
-        return _buckets.get(key) or _buckets.setdefault(
-            key, BucketStore(text, scratch=scratch, options=options)
-        )
+        endpoint = os.environ.get(kind_of(text).endpoint_variable)
+        key = (text.rstrip("/"), scratch, endpoint, repr(sorted((options or {}).items())))
+        return _buckets.setdefault(key, BucketStore(text, scratch=scratch, options=options))
     if not text:
         raise UsageError(f"{text!r}: names no folder; pass its path, such as . for the current one, or a URL")
     if was_url(text) and not Path(text).exists():

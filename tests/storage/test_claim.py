@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -47,20 +46,6 @@ def foreign(store: FolderStore, *, age: float, process: str = "another-1", **mor
 
 def leftovers(store: FolderStore) -> list[str]:
     return sorted(path.name for path in store.path("tasks").iterdir())
-
-
-def test_a_claim_is_held_by_one_and_released(store: FolderStore) -> None:
-    claim = Claim.take(store, NAME)
-    assert claim is not None
-    with claim:
-        assert Claim.take(store, NAME) is None
-        found = holder(store, NAME)
-        assert found is not None
-        assert str(found) == f"{socket.gethostname()}:{os.getpid()}"
-        assert list(live_holders(store, "tasks")) == ["sa_000020"]
-        claim.check()
-    assert leftovers(store) == []
-    assert live_holders(store, "tasks") == {}
 
 
 def test_of_many_that_ask_at_once_exactly_one_gets_it(store: FolderStore) -> None:

@@ -370,6 +370,15 @@ def test_two_processes_share_the_sources_though_conditional_writes_are_slow(tars
     assert {one.key[-15:] for one in created} == {"sa_000001.claim", "sa_000002.claim"}
 
 
+def test_a_bucket_of_the_same_name_at_another_endpoint_is_another_one(made, other, store, tmp_path):
+    with StoreServer() as second:
+        second.prefix = store.prefix
+        for server, root in ((store, made), (second, other)):
+            server.load(root)
+            run("copy", store.root, tmp_path / server.url[-5:], "--endpoint", server.url)
+            assert files(tmp_path / server.url[-5:]) == files(root)
+
+
 # Uploads in parts
 
 
