@@ -1,6 +1,7 @@
 """A byte anywhere in a dataset directory, changed, lost or added, is found without decoding anything."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ from sa1b.views.view import write_view
 from tests.shards.tiny_source import add_layer
 from tests.verify.checking import check_here
 
-MUTATIONS = 60
-# Nothing has the digest of a warning's text or of what a view was selected by: its form is checked, and counts.
-UNSEALED = ("warnings.jsonl", "refused.jsonl")
+# Of a warning's text and a view's selection only form and counts are checked; .options.json is not read any more.
+UNSEALED = ("warnings.jsonl", "refused.jsonl", ".options.json")
+TIME = re.compile(rb'"mtime_ns": \d+')  # of a source, in which copies differ
 
 
 def mutate(data, draw):
@@ -39,13 +40,13 @@ def test_every_mutation_is_found(each_root, seed):
     add_layer(root)
     assert check_here(root).findings == []
     files = sorted(path for path in root.rglob("*") if path.is_file() and path.name not in UNSEALED)
-    for _ in range(MUTATIONS // 4):
+    for _ in range(15):
         path = draw.choice(
             [path for path in files if path.suffix != ".json" or not {"views", "layers"} & {*path.parts}]
         )
         data = path.read_bytes()
         changed, what = mutate(data, draw)
-        if changed == data:
+        if TIME.sub(b"", changed) == TIME.sub(b"", data):
             continue
         path.write_bytes(changed)
         found = check_here(root).findings
