@@ -98,10 +98,7 @@ class Answer:
 
 
 class StoreServer:
-    """Use as a context; `page` is the number of keys in an answer to LIST, `before` is called before a request.
-
-    The bucket has a name of its own: a process that has opened a URL keeps its server.
-    """
+    """Use as a context; `page` is the number of keys in an answer to LIST, `before` is called before a request."""
 
     def __init__(self, page: int = 3) -> None:
         self.objects: dict[str, Stored] = {}

@@ -9,7 +9,7 @@
     spin    the thread that is there loops for ever
     lock    the thread that is there waits for ever, in C, and keeps the interpreter's lock
     slow    the thread that is there sleeps "seconds", each time until the step "end"
-    fill    the rank fills the disk that the folder "disk" is on
+    fill    the rank fills the disk that the folder "disk" is on, when the checkpoint before is written
     command the rank runs the command "command"
     record  nothing happens
 
@@ -93,6 +93,8 @@ def strike(mishap: dict[str, Any]) -> None:
     elif what == "freeze":
         os.kill(own, signal.SIGSTOP)
     elif what == "fill":
+        while not next(Path(mishap["disk"]).rglob("step-????????"), None):
+            time.sleep(0.01)
         with contextlib.suppress(OSError), Path(mishap["disk"], "filler").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))

@@ -11,7 +11,9 @@ run.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -36,38 +38,35 @@ class Callback:
         """The run ends, or stops with a checkpoint; after an error of another rank it is not called."""
 
 
+@dataclass(frozen=True, slots=True)
 class Logger(Callback):
     """Logs the numbers of every `every`-th step, and every score; `call` does it and handles errors."""
 
-    def __init__(
-        self,
-        every: int,
-        call: Callable[[Callable[[], object]], object],
-        log: Callable[[int, dict[str, float]], object],
-        finish: Callable[[], object],
-    ) -> None:
-        self._every, self._call, self._log, self._finish = every, call, log, finish
+    every: int
+    call: Callable[[Callable[[], object]], object]
+    log: Callable[[int, dict[str, float]], object]
+    finish: Callable[[], object]
 
     def step(self, step: int, figures: Mapping[str, Any]) -> None:
-        if step % self._every == 0:
+        if step % self.every == 0:
             self.evaluation(step, figures, 0.0)
 
     def evaluation(self, step: int, scores: Mapping[str, Any], seconds: float) -> None:
         values = {name: float(one) for name, one in scores.items() if isinstance(one, int | float)}
-        self._call(lambda: self._log(step, values))
+        self.call(lambda: self.log(step, values))
 
     def end(self) -> None:
-        self._call(self._finish)
+        self.call(self.finish)
 
 
 def tensorboard(
     every: int, folder: Path, first: int, write: Callable[[Path, Callable[[], object]], None]
 ) -> Logger:
-    """Curves; from step `first` on, TensorBoard drops the points of earlier files of the folder. `write`: see
-    `sa1b.engine.watch.control.Control.write`.
-    """
+    """Curves; from step `first` on, TensorBoard drops points of earlier files; `write` as `Control.write`."""
     opened: Any = import_module("torch.utils.tensorboard").SummaryWriter
     writers: list[Any] = []  # none if the folder cannot be written
+    other = threading.excepthook  # `add_scalar` raises what ends TensorBoard's thread, which prints it too
+    threading.excepthook = lambda error: "tensorboard." in type(error.thread).__module__ or other(error)
     write(folder, lambda: writers.append(opened(str(folder), purge_step=first, flush_secs=10)))
 
     def log(step: int, values: Mapping[str, float]) -> None:
