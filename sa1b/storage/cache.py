@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from sa1b.arguments import BadValue
 from sa1b.errors import LockedError
-from sa1b.storage.atomic import commit, lock, naming_path, sha256_of
+from sa1b.storage.atomic import commit, lock, naming_path
 from sa1b.storage.errors import DamageError, MissingError, StorageError
 from sa1b.storage.objects import Objects, S3Objects, Stat, composite_etag, md5
 from sa1b.storage.reader import PIECE, Reader, pieces_of
@@ -91,9 +91,11 @@ def _fill(reader: Reader, name: str, digest: str, folder: Path, final: Path) -> 
 
 
 def _digest(path: Path) -> str | None:
-    with contextlib.suppress(FileNotFoundError):
-        return sha256_of(path)
-    return None
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return None
 
 
 def _sweep(cache: Path) -> None:
@@ -177,7 +179,7 @@ def upload(
     """Write a file, which must not change meanwhile, to an object, verified.
 
     `progress` is called with the number of bytes whenever some are stored. DamageError: the stored bytes
-    differ from the file. Also raises the errors of `Reader.request`. After an error nothing is left.
+    differ from the file. Else raises the errors of `Reader.request`, and nothing is left in the store.
     """
     size = path.stat().st_size
     url = reader.url(name)
@@ -196,9 +198,6 @@ def upload(
     if etag is None and stat.etag:
         etag = _md5_of(path)
     if stat.size != size or (stat.etag != etag and not _is_same(reader, name, path)):
-        delete = functools.partial(objects.delete, url=url, match=stat.etag or None)
-        with contextlib.suppress(StorageError):  # the next run would take it for a file of the user
-            result_of(reader.request(name, delete))
         raise DamageError(
             f"{url}: differs from {path} after the upload; check the memory and network of this machine, and "
             "whether another process writes this object",

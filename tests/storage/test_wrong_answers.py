@@ -370,18 +370,6 @@ def test_two_processes_share_the_sources_though_conditional_writes_are_slow(tars
     assert {one.key[-15:] for one in created} == {"sa_000001.claim", "sa_000002.claim"}
 
 
-def test_a_shard_whose_first_byte_is_stored_wrongly_is_replaced_by_the_next_run(
-    tars, made, store, tmp_path, monkeypatch
-):
-    words, found = command("reshard", tars, made, store, tmp_path)
-    with monkeypatch.context() as patch:
-        put = store.put
-        patch.setattr(store, "put", lambda key, data: put(key, data.replace(b"sa_", b"ra_", "tar" in key)))
-        assert ended(words).code == 1
-    done = ended(words)
-    assert (done.code, found()) == (0, files(made)), done.out
-
-
 def test_a_bucket_of_the_same_name_at_another_endpoint_is_another_one(made, other, store, tmp_path):
     with StoreServer() as second:
         second.prefix = store.prefix
