@@ -59,8 +59,8 @@ class DataConfig:
         micro_batch: Images that a rank computes at a time, by default its share of a step. A smaller value
             takes less memory and does not change the step.
         masks: Largest number of masks per image; 0: images only, for models that read no mask.
-        strategy: How masks are chosen. uniform: all alike. area: one of each class of sizes. quality: those
-            with high scores more often. coverage: all within as few epochs as possible.
+        strategy: How masks are chosen. uniform: all are equally likely. area: one of each class of sizes.
+            quality: those with high scores more often. coverage: all within as few epochs as possible.
         flip: Probability of mirroring an image left and right.
         min_pixels: Masks with fewer pixels at the target size are not trained on; evaluations include them.
         block_size: Neighbouring images that are read together, for disks that are slow at random reads.
@@ -76,7 +76,8 @@ class DataConfig:
         endpoint: URL of an object store other than Amazon's, by default $AWS_ENDPOINT_URL; without that
             variable, also of --out and --init.
         deadline: Seconds that a read may take over all its attempts before training stops.
-        cache: Folder on a local disk for data read from a URL; later epochs read it from there.
+        cache: Folder on a local disk for data read from a URL; later epochs read it from there. Samples do
+            not change.
         cache_bytes: Limit of the cache for the dataset directory, in bytes; required with a cache.
         text: Table of texts of images or masks, for models that read text: Parquet, JSON, JSON lines, CSV or
             TSV, as path or URL. If an id has several texts (a list), each visit takes one of them.
@@ -142,7 +143,7 @@ class ParallelConfig:
             stay gathered between forward and backward.
         replicas: For fsdp: copies of the model, each sharded over world size / replicas ranks, at least two.
             If this number does not fit, as after the loss of a machine, the largest smaller divisor of the
-            world size is used.
+            world size is used, so that no rank holds a larger part of the model.
         offload: For fsdp: where shards and optimizer state are stored: on the device (none), in host
             memory (cpu), or in pinned host memory (pinned: faster copies, GPU only).
         wrap: For fsdp: parameters that are gathered together. block: those of an encoder block. size:100M: of
@@ -231,9 +232,9 @@ class OptimConfig:
         epsilon: Added to the root of the running mean of squared gradients.
         grad_clip: Largest norm of the gradient over all parameters; 0: no limit.
         ema: Decay of the running mean of the weights, such as 0.9999; 0: no running mean. The mean is
-            evaluated and exported instead of the weights. In the first steps the decay is (1 + step) /
-            (10 + step). A run with a running mean cannot resume without it; one without can resume with it,
-            and the mean starts from the weights after the next step.
+            evaluated and exported instead of the weights. The first steps have the decay
+            (1 + step) / (10 + step). A run with a running mean cannot resume without it; one without can
+            resume with it, and the mean starts from the weights after the next step.
         freeze: Parts of the model that are not trained, by the names of its submodules (image_encoder).
             They run as in evaluation, without drop path or dropout.
         fitting: no flag. Of warmup and cooldown those that were not passed beside --optim.epochs.
@@ -377,7 +378,8 @@ class CheckpointConfig:
         keep_every: Also keep the checkpoints whose step is a multiple of this; 0: none.
         asynchronous: Continue training while a checkpoint is written (the default), which takes host memory
             for a copy of each rank's tensors. With --checkpoint.no-asynchronous, training waits.
-        tolerate: Number of consecutive failed writes after which the run still continues.
+        tolerate: Number of consecutive failed writes after which the run still continues; the older
+            checkpoint is kept.
     """
 
     every: Annotated[int, Range(1)] = 1000

@@ -32,7 +32,7 @@ from sa1b.shards.documents import Task
 from sa1b.shards.index_file import shard_files
 from sa1b.shards.manifest import DATASET, QUARANTINE, TASKS, is_current, known_tasks, read_dataset, task_name
 from sa1b.shards.sample_table import clashes
-from sa1b.shards.stored import check_drop, sources_without_task, stored_shards
+from sa1b.shards.stored import check_drop, rows_alone, sources_without_task, stored_shards
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.open import open_store
@@ -127,8 +127,7 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
                 join_tables(store, tasks, tables, failed, pending, keep=unproven)
         if without is not None:  # within the claim, so that no other process lists the source again
             store.remove(*(task_name(without, ending) for ending in ("json", "failed", "searched")))
-        alone = _beside(store, ".samples") - {*known, *tasks, *failed}  # a drop of each was interrupted
-        store.remove(*(task_name(name, "samples") for name in alone if not stored_shards(store, name)))
+        store.remove(*rows_alone(store, {*known, *tasks, *failed}))  # a drop of each was interrupted
         if not unproven:
             remove_old_tables(store)
         if tasks:  # dataset.json now records the pending sources

@@ -58,6 +58,13 @@ def stored_shards(store: Store, source: str) -> set[str]:
     return set(map(shard_of, stored_files(store, source)))
 
 
+def rows_alone(store: Store, known: Collection[str]) -> list[str]:
+    """Rows of the sample table of sources that have no shards and are not `known`."""
+    names = {name.removesuffix(".samples") for name in store.names(TASKS, ".samples")} - {*known}
+    rows = (task_name(name, "samples") for name in names if not stored_shards(store, name))
+    return [name for name in rows if store.read(name).startswith(MAGIC)]
+
+
 def sources_without_task(store: Store, known: Collection[str]) -> dict[str, list[str]]:
     """Sources with shards and no task file in `known`, and the names of these shards in order."""
     rows = (name.removesuffix(".samples") for name in store.names(TASKS, ".samples"))

@@ -169,9 +169,7 @@ class BucketStore(Store):
     def commit_folder(self, staged: Path, name: str, is_own: Callable[[str], bool]) -> None:
         self.remove_folder(name, is_own)
         for path in sorted(path for path in staged.rglob("*") if path.is_file()):
-            inner = f"{name}/{path.relative_to(staged).as_posix()}"
-            with self._requests.writing(inner):
-                upload(self._requests.reader, self._requests.objects, inner, path)
+            self.commit_file(path, f"{name}/{path.relative_to(staged).as_posix()}")
         shutil.rmtree(staged)
 
     def remove(self, *names: str) -> None:

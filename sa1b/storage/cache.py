@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from sa1b.arguments import BadValue
 from sa1b.errors import LockedError
-from sa1b.storage.atomic import commit, lock, naming_path
+from sa1b.storage.atomic import commit, lock, naming_path, sha256_of
 from sa1b.storage.errors import DamageError, MissingError, StorageError
 from sa1b.storage.objects import Objects, S3Objects, Stat, composite_etag, md5
 from sa1b.storage.reader import PIECE, Reader, pieces_of
@@ -91,11 +91,9 @@ def _fill(reader: Reader, name: str, digest: str, folder: Path, final: Path) -> 
 
 
 def _digest(path: Path) -> str | None:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        return None
+    with contextlib.suppress(FileNotFoundError):
+        return sha256_of(path)
+    return None
 
 
 def _sweep(cache: Path) -> None:

@@ -24,7 +24,9 @@ def open_store(root: Root, *, scratch: Path | None = None, options: Mapping[str,
     if "://" in text:
         endpoint = os.environ.get(kind_of(text).endpoint_variable)
         key = (text.rstrip("/"), scratch, endpoint, repr(sorted((options or {}).items())))
-        return _buckets.setdefault(key, BucketStore(text, scratch=scratch, options=options))
+        if key not in _buckets:
+            _buckets.setdefault(key, BucketStore(text, scratch=scratch, options=options))
+        return _buckets[key]
     if not text:
         raise UsageError(f"{text!r}: names no folder; pass its path, such as . for the current one, or a URL")
     if was_url(text) and not Path(text).exists():

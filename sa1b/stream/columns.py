@@ -187,9 +187,11 @@ def _open_file(given: str | Path, storage_options: Mapping[str, Any] | None, wan
     how = [source, name, key, texts, None if names is None else names.digest]
     folder = cache_folder() / "columns" / _digest(how)
     final = folder / f"{_digest([_VERSION, state])}.arrow"
+    if final.exists():
+        return Column(name, final, source)
     folder.mkdir(parents=True, exist_ok=True)
     with lock(folder, wait=True), contextlib.ExitStack() as ending:
-        if final.exists():
+        if final.exists():  # another process has converted it meanwhile
             return Column(name, final, source)
         for stale in folder.glob("*.partial"):
             stale.unlink()

@@ -130,8 +130,11 @@ class Mix(BatchStream):
         super().use_decoder(name)
 
     def sources(self) -> list[SampleSource]:
-        named = self.streams.items()
-        return [replace(source, name=name) for name, stream in named for source in stream.sources()]
+        return [
+            replace(source, name=name, decoder=self.decoder)
+            for name, stream in self.streams.items()
+            for source in stream.sources()
+        ]
 
     def identity(self) -> dict[str, Any]:
         phases = self.plan.order.phases if isinstance(self.plan.order, Mixture) else ()

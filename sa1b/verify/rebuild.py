@@ -108,15 +108,7 @@ def rebuild_shards(
                 sizes = _sizes(store, names, recorded)
                 store.check_scratch(sizes, workers)
                 progress.total = total = total + sum(sizes)
-                built = _rebuild_all(
-                    store,
-                    names,
-                    recorded,
-                    record=None,
-                    workers=workers,
-                    summary=summary,
-                    advance=progress.update,
-                )
+                built = _rebuild_all(store, names, recorded, None, workers, summary, progress.update)
                 if recorded.dataset is not None and any(differs(one, recorded) for one in built.values()):
                     _write_tables(store, recorded, built=built, lost={}, record=record, summary=summary)
                     summary.complete = False  # it was before
@@ -148,20 +140,13 @@ def rebuild_root(
         sizes = _sizes(store, shards, recorded)
         store.check_scratch(sizes, workers)
         with bar(sum(sizes), "index", "B", quiet) as progress:
-            built = _rebuild_all(
-                store,
-                shards,
-                recorded,
-                record=record,
-                workers=workers,
-                summary=summary,
-                advance=progress.update,
-            )
+            built = _rebuild_all(store, shards, recorded, record, workers, summary, progress.update)
         added, notes = recover.addable(unlisted, built, recorded, summary.failed)
         summary.notes += notes
         if not summary.failed:
             of_lost = {name: [built[shard] for shard in lost[name]] for name in lost} | added
             _write_tables(store, recorded, built=built, lost=of_lost, record=record, summary=summary)
+            record.remove()
     summary.seconds = time.monotonic() - began
     return summary
 
@@ -235,7 +220,10 @@ def _write_tables(
         if recorded.dataset is None:
             _refuse_loss(store, tasks)
         write_dataset(store, tasks, failed, pending)
-        record.remove()
+        if record.known.keys() <= {TASKS}:
+            record.remove()
+        else:  # the shards that a killed rebuild of the directory has done
+            record.add(TASKS, None, {})
     summary.complete = True
 
 
@@ -320,9 +308,7 @@ def _rebuild_all(
         for name in restored:
             summary.notes.append(f"{name} is restored from a file that had the name of another shard")
             summary.failed.pop(name, None)
-        built |= _rebuild_all(
-            store, restored, recorded, record=record, workers=workers, summary=summary, advance=advance
-        )
+        built |= _rebuild_all(store, restored, recorded, record, workers, summary, advance)
     return built
 
 

@@ -28,7 +28,7 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import view_digest
 from sa1b.shards.layer import reopen_layers
 from sa1b.shards.sample_table import SampleTable
-from sa1b.shards.staging import remove_local_leftovers
+from sa1b.storage.atomic import is_of_dead_process, process_of_temporary
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.claim import exclusive
 from sa1b.storage.errors import DamageError, MissingError, ReplacedError
@@ -241,7 +241,10 @@ def write_view(
     target = view_target(root, out)
     store, final = target.store, target.document(digest)
     with exclusive(store, target.claim, store.url(final)):  # writers only; readers take no claim
-        remove_local_leftovers(open_store(store.url(target.folder)))
+        if store.is_local:
+            for left in Path(store.url(target.folder)).glob(".*.partial"):
+                if is_of_dead_process(process_of_temporary(left) or ""):
+                    left.unlink(missing_ok=True)
         others = target.views()
         names = {alias for other in others if other.digest == digest for alias in other.names}
         check_free(others, out, name, digest, overwrite=overwrite)
