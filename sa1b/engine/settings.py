@@ -232,9 +232,9 @@ class OptimConfig:
         epsilon: Added to the root of the running mean of squared gradients.
         grad_clip: Largest norm of the gradient over all parameters; 0: no limit.
         ema: Decay of the running mean of the weights, such as 0.9999; 0: no running mean. The mean is
-            evaluated and exported instead of the weights. The first steps have the decay
-            (1 + step) / (10 + step). A run with a running mean cannot resume without it; one without can
-            resume with it, and the mean starts from the weights after the next step.
+            evaluated and exported instead of the weights. In the first steps the decay is smaller and
+            equals (1 + step) / (10 + step). A run with a running mean cannot resume without it; one without
+            can resume with it, and the mean starts from the weights after the next step.
         freeze: Parts of the model that are not trained, by the names of its submodules (image_encoder).
             They run as in evaluation, without drop path or dropout.
         fitting: no flag. Of warmup and cooldown those that were not passed beside --optim.epochs.
