@@ -46,8 +46,7 @@ from sa1b.shards.index_file import stored_texts
 from sa1b.shards.tables import ENDINGS, IMAGE_COLUMNS, answers_of, read_table
 from sa1b.storage.atomic import commit, flush, lock, naming_path
 from sa1b.storage.cache import cache_folder
-from sa1b.stream.text import KEYS, Row, Text, key_of, open_tokenizer, tokenized
-from sa1b.stream.text import ColumnError as ColumnError  # noqa: PLC0414, its public name
+from sa1b.stream.text import KEYS, ColumnError, Row, Text, key_of, open_tokenizer, tokenized
 
 Int64 = npt.NDArray[np.int64]
 TEXTS = "texts"  # the source that means the texts of the dataset directory

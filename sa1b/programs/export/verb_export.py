@@ -236,7 +236,8 @@ def _format(
 def _columns(root: str, join: Sequence[str]) -> "tuple[JoinedColumn, ...]":
     from sa1b.shards.dataset import open_dataset
     from sa1b.storage.errors import MissingError
-    from sa1b.stream.columns import ColumnError, open_columns
+    from sa1b.stream.columns import open_columns
+    from sa1b.stream.text import ColumnError
 
     joined = [_joined(text) for text in join if text != "texts"]
     names = [name for name, _ in joined] + ["texts"] * join.count("texts")
@@ -244,10 +245,9 @@ def _columns(root: str, join: Sequence[str]) -> "tuple[JoinedColumn, ...]":
     if twice:
         raise UsageError(f"--join {twice[0]}: given twice; rename the column of one of the tables")
     try:
-        opened = open_columns(dict(joined), dataset=open_dataset(root), argument="--join {}")
+        return tuple(open_columns(dict(joined), dataset=open_dataset(root), argument="--join {}").values())
     except (ColumnError, MissingError) as error:
         raise UsageError(str(error)) from None
-    return tuple(opened.values())
 
 
 def _joined(text: str) -> tuple[str, str]:
