@@ -248,8 +248,9 @@ def test_damage_is_named_and_the_printed_command_repairs_it(whole, tars, tmp_pat
         now = files(repaired)
         unlike = {name for name in written if now.get(name) != written[name]}
         assert now.keys() == written.keys()
-        made_again = {"layer": {f"{LAYER}/layer.json"}, "index": {JSON, TASK} if TASK in how else set()}
-        assert unlike == made_again.get(words[0], set())
+        if words[0] == "layer":
+            unlike.discard(f"{LAYER}/layer.json")  # its date has seconds: equal within one
+        assert unlike == ({JSON, TASK} if words[0] == "index" and TASK in how else set())
         shutil.rmtree(repaired)
 
 
