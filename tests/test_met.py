@@ -345,7 +345,8 @@ def test_16_the_last_line_of_a_rank_names_checkpoint_and_command_before_torchrun
         assert process.poll() is None, log.read_text()
         time.sleep(0.1)
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    assert process.wait(120) == 1  # of torchrun, whose ranks end with 0
+    # Of torchrun, whose ranks end with 0. It imports nothing of the package, and a thread of torch rarely aborts it.
+    assert process.wait(120) in (1, -signal.SIGABRT), log.read_text()
     said = re.findall(
         r"^stopped after step (\d+) and saved a checkpoint; (.*)$", log.read_text(), re.MULTILINE
     )

@@ -300,25 +300,6 @@ def location_of(table: SampleTable, row: int, shards: Sequence[str]) -> SampleLo
     )
 
 
-def location_in_shard(reader: Reader, shard: str, row: Mapping[str, int]) -> SampleLocation:
-    """Location of a sample from its row of an index, column name -> value; ShardError: a damaged index."""
-    if row["jpg_offset"] < 0 or row["jpg_offset"] + row["jpg_bytes"] > row["masks_offset"]:
-        raise ShardError(
-            f"{shard}: the index has no valid location for image {row['image_id']}; "
-            f"run `{command('index', reader.url(shard))}` to rebuild it"
-        )
-    return SampleLocation(
-        image_id=row["image_id"],
-        shard=shard,
-        start=row["jpg_offset"],
-        masks_start=row["masks_offset"],
-        stop=row["masks_offset"] + row["masks_bytes"],
-        jpg_bytes=row["jpg_bytes"],
-        jpg_crc=row["jpg_crc32c"],
-        masks_crc=row["masks_crc32c"],
-    )
-
-
 def submit(
     reader: Reader, locations: Sequence[SampleLocation], layers: Sequence[Layer] = (), *, text: bool = True
 ) -> list[PendingRead]:

@@ -17,7 +17,6 @@ from sa1b.errors import SourceError
 from sa1b.sources.source import Progress, Source, SourceFormat, SourceReading
 from sa1b.sources.tar_stream import (
     BLOCK,
-    GZIP,
     HARD_LINK,
     MAX_KEPT_BYTES,
     MAX_MEMBER_BYTES,
@@ -262,12 +261,6 @@ def is_tar_name(name: str) -> bool:
 def tar_name(name: str) -> str:
     ending = next((ending for ending in _TAR_ENDINGS if name.lower().endswith(ending)), "")
     return name[: len(name) - len(ending)]
-
-
-def is_tar(path: Path) -> bool:
-    """Whether the content is a gzip file or a plain tar; the first headers may be damaged."""
-    with path.open("rb") as file:
-        return file.read(len(GZIP)) == GZIP or holds_tar(path)
 
 
 def holds_tar(path: Path) -> bool:
