@@ -27,7 +27,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
         ctx.count = len(rows)
-        return _gathered(rows)
+        all_rows = rows.new_empty(len(rows) * dist.get_world_size(), *rows.shape[1:])
+        dist.all_gather_into_tensor(all_rows, rows.contiguous())
+        return all_rows
 
     @staticmethod
     def backward(ctx: Any, incoming: Tensor) -> Tensor:
@@ -35,15 +37,6 @@ class _Gather(torch.autograd.Function):
         dist.all_reduce(total)
         first = dist.get_rank() * int(ctx.count)
         return total[first : first + ctx.count]
-
-
-_gather: Any = _Gather.apply
-
-
-def _gathered(rows: Tensor) -> Tensor:
-    all_rows = rows.new_empty(len(rows) * dist.get_world_size(), *rows.shape[1:])
-    dist.all_gather_into_tensor(all_rows, rows.contiguous())
-    return all_rows
 
 
 def gather(rows: Tensor) -> Tensor:
@@ -55,30 +48,25 @@ def gather(rows: Tensor) -> Tensor:
     # So the sum over the ranks, which DDP and FSDP form, is the gradient of L in one process, for any
     # division of the images among the ranks. With several micro-batches, pairs are compared only with those
     # of the same micro-batch of all ranks.
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return rows
-    gathered: Tensor = _gather(rows) if rows.is_floating_point() else _gathered(rows)
+    gathered: Tensor = _Gather.apply(rows) if _is_group() else rows  # type: ignore[no-untyped-call]
     return gathered
+
+
+def _is_group() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def contrastive_loss(
     regions: Tensor, texts: Tensor, keys: Tensor, counted: Tensor, scale: Tensor, *, capacity: int
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each pair of this rank, against the pairs of all ranks.
-
-    Regions and texts are float [M, D], of length 1; keys int64 [M], equal for equal texts; `counted` bool
-    [M], False for rows without a pair, which are neither positives nor negatives. `scale` is the inverse of
-    the temperature, one number. From each rank `capacity` rows are gathered, the same on all ranks, at least
-    M.
-
-    Returns the losses, float32 [M], 0 for pairs that are not counted, and whether the region with the highest
-    similarity to a text is its own, float32 [M].
+    """The loss of each pair of this rank against those of all, 0 without a pair, and whether the region most
+    similar to a text is its own, both float32 [M]; of features [M, D] of length 1, keys that are equal for
+    equal texts, and the inverse temperature. From each rank `capacity` rows are gathered, at least M.
     """
     count = len(regions)
     if count > capacity:
         raise ValueError(f"capacity={capacity} must be at least the {count} pairs of a micro-batch")
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    rows = count if alone else capacity
+    rows = capacity if _is_group() else count
     with torch.autocast(regions.device.type, enabled=False):
         regions, texts = regions.float(), texts.float()
         padding = (0, 0, 0, rows - count)
@@ -86,7 +74,7 @@ def contrastive_loss(
         all_texts = gather(functional.pad(texts, padding))
         # A text that is not counted has the key -1; keys of texts are not negative.
         all_keys = gather(functional.pad(torch.where(counted, keys, -1), (0, rows - count), value=-1))
-        first = 0 if alone else dist.get_rank() * capacity
+        first = dist.get_rank() * capacity if _is_group() else 0
         targets = torch.arange(first, first + count, device=keys.device)
         columns = torch.arange(len(all_keys), device=keys.device)
         itself = columns == targets[:, None]
@@ -103,10 +91,8 @@ def contrastive_loss(
 def region_features(
     embeddings: Tensor, masks: Tensor, points: Tensor, counts: Sequence[int], image_size: int
 ) -> Tensor:
-    """The mean of the embedding [B, C, side, side] over the pixels of each mask: float [M, C].
-
-    A mask without a pixel at the resolution of the embedding gets the vector at its point. The masks, uint8
-    [M, side, side], are in the order of the images; `points` are foreground pixels in the padded square.
+    """The mean of the embedding [B, C, side, side] over the pixels of each mask [M, side, side], in the order
+    of the images; without a pixel, the vector at its point: float [M, C].
     """
     side = embeddings.shape[-1]
     cell = (points * (side / image_size)).long().clamp(0, side - 1)
@@ -170,16 +156,10 @@ def phrased(batch: Batch, seed: int, side: int, width: int) -> tuple[Tensor, Phr
     """
     texts = batch.texts
     if texts is None or texts.key != "mask_id":
-        raise UsageError(
-            "--data.text: grounding needs a phrase for each mask; pass a table with a column mask_id and "
-            "--data.text-key mask_id"
-        )
-    if texts.vectors.shape[1] != width:
-        raise UsageError(
-            f"--data.text-width {width}: the column of texts has "
-            f"{f'embeddings of {texts.vectors.shape[1]} numbers' if texts.vectors.shape[1] else 'strings'}; "
-            f"pass --data.text-width {texts.vectors.shape[1]}"
-        )
+        raise UsageError("--data.text: must name a table with a phrase for each mask, by a column mask_id")
+    if (found := texts.vectors.shape[1]) != width:
+        kind = f"embeddings of {found} numbers" if found else "strings"
+        raise UsageError(f"--data.text-width {width}: the column of texts has {kind}; pass {found}")
     assert batch.dense is not None, "the batch has no dense masks"
     image = batch.masks.image
     tokens, belongs = texts.padded(0 if width else None)

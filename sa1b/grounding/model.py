@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sa1b.arguments import BadValue
-from sa1b.errors import UsageError
 from sa1b.grounding.alignment import (
     GroundingRecipe,
     Phrased,
@@ -107,13 +105,11 @@ class Grounding(WithImageEncoder):
         return tensors if is_grounding(tensors) else read_initial_weights(path)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> str:
-        """Load weights of this model, or of a SAM or a ViT for the image encoder; other sizes: UsageError."""
+        """Load weights of this model, or of a SAM or a ViT for the image encoder."""
         own, line, fitted = self.state_dict(), f"{len(weights)} tensors of a grounding model", dict(weights)
         if not is_grounding(weights):
             is_sam = f"{_ENCODER}pos_embed" in weights
-            sizes = self.config
-            if is_sam:
-                sizes = replace(config_of(weights), image_size=sizes.image_size)
+            sizes = replace(config_of(weights), image_size=self.config.image_size) if is_sam else self.config
             tensors = fit_weights(weights, sizes)[0]
             fitted = {name: tensor for name, tensor in tensors.items() if name.startswith(_ENCODER)}
             kept = [name for name in own if name not in fitted]
@@ -121,13 +117,7 @@ class Grounding(WithImageEncoder):
             line = f"{len(fitted)} tensors for the image encoder; initial values: {', '.join(parts)}"
             # A SAM has all of the image encoder, a ViT has no relative positions and no neck.
             fitted |= {name: own[name] for name in kept if not (is_sam and name.startswith(_ENCODER))}
-        try:
-            self.load_state_dict(fitted)
-        except RuntimeError as error:
-            raise UsageError(
-                f"weights of other sizes ({str(error).splitlines()[-1].strip()}): must fit --model, --text, "
-                "--recipe and --data.text flags of this run"
-            ) from None
+        self.load_state_dict(fitted)
         return line
 
     def flops(self, images: float, masks: float) -> float:
@@ -143,25 +133,12 @@ class Grounding(WithImageEncoder):
     def forward(
         self, images: Tensor, masks: Phrased, image_keys: Tensor, *, evaluate: bool = False
     ) -> dict[str, Tensor]:
-        """Losses of a micro-batch, or the results from which it is scored.
+        """Sums over the counted masks, on all ranks together: losses before their weights, phrases most
+        similar to their own region, temperatures. To `evaluate`, the features of regions and texts, [M, D] of
+        length 1, the inverse temperature, and logits [M, 4 * side, 4 * side] of the padded square.
 
-        Images are uint8 [B, 3, S, S]; keys int64 [B], a hash for each image and visit, on which drop path
-        depends. B and the number M of masks may be 0. `evaluate`: no loss; the module must be in evaluation
-        mode. ValueError: the targets are smaller than the predicted masks.
-
-        Returns:
-            Training: sums over the counted masks, float32 scalars: "loss", with gradient; "mask_loss" and
-            "contrastive_loss" before their weights; "retrieved", the phrases most similar to their own region
-            among all of the step; "temperature" times the count; "count". In a process group, all ranks must
-            call it together: the features are gathered.
-            Evaluation: "regions" and "texts", float32 [M, D], of length 1; "scale", the inverse temperature;
-            "logits", float32 [M, 4 * side, 4 * side] of the padded square.
+        Images are uint8 [B, 3, S, S]; keys int64 [B], on which drop path depends. B and M may be 0.
         """
-        if masks.dense.shape[-1] < 4 * self.config.side:
-            raise BadValue(
-                f"targets of {masks.dense.shape[-1]} pixels: smaller than the predicted masks, which have "
-                f"{4 * self.config.side}; rasterise the targets at that size or above"
-            )
         kept = slice(0, len(masks.image))
         if len(images) == 0 or len(masks.image) == 0:
             # Compute one blank image or phrase and discard it: every parameter gets a gradient (of zeros).
@@ -201,33 +178,25 @@ class Grounding(WithImageEncoder):
     def embed(self, images: Tensor, sizes: Tensor, image_keys: Tensor) -> Tensor:
         """The embedding of each image: float [B, channels, side, side]."""
         pixels = normalised(images, sizes, self.pixel_mean, self.pixel_std)
-        embeddings: Tensor = self.image_encoder(pixels, self.kept(image_keys, self.config))
-        return embeddings
+        return self.image_encoder(pixels, self.kept(image_keys, self.config))  # type: ignore[no-any-return]
 
     def read(self, masks: Phrased) -> Tensor:
         """The vector of each phrase: float [M, width]."""
-        if self.text_encoder is None:
-            return masks.vectors
-        vectors: Tensor = self.text_encoder(masks.tokens, masks.belongs)
-        return vectors
+        encoder = self.text_encoder
+        return masks.vectors if encoder is None else encoder(masks.tokens, masks.belongs)
 
     def mask_logits(
         self, embeddings: Tensor, phrases: Tensor, texts: Tensor, counts: tuple[int, ...]
     ) -> Tensor:
-        """The logits of the masks that phrases describe, float32 [M, 4 * side, 4 * side].
-
-        The arguments are the results of `embed` and `read`, the features of the phrases, of length 1, and the
-        number of phrases of each image.
+        """The logits of the masks that phrases describe: float32 [M, 4 * side, 4 * side]; from the results of
+        `embed` and `read`, the features of the phrases, and the number of phrases of each image.
         """
         pixels, query = self.upscale(embeddings), self.pixel_query(phrases)
         tokens = self.region_head(embeddings.flatten(2).transpose(1, 2)).float()
         tokens = functional.normalize(tokens, dim=-1)
         each, size = list(counts), pixels.shape[2:]
-        fine = [
-            part @ of_image
-            for part, of_image in zip(torch.split(query, each), pixels.flatten(2), strict=True)
-        ]
-        coarse = [part @ of_image.T for part, of_image in zip(torch.split(texts, each), tokens, strict=True)]
+        fine = list(map(torch.matmul, torch.split(query, each), pixels.flatten(2)))
+        coarse = list(map(torch.matmul, torch.split(texts, each), tokens.transpose(1, 2)))
         similar = torch.cat(coarse).float().view(-1, 1, *embeddings.shape[2:])
         similar = functional.interpolate(similar, size, mode="bilinear", align_corners=False)[:, 0]
         logits: Tensor = torch.cat(fine).float().view(-1, *size) + self.background

@@ -34,16 +34,13 @@ AT = (1, 5)
 class GroundingScore:
     """Sums over the phrases of an evaluation."""
 
-    sums: Tensor  # int64: one for each of MEANS in units of 1 / UNIT, and the number of phrases
-    empty_masks: Tensor  # int64, masks without a pixel, which are not scored
+    # int64: one for each of MEANS in units of 1 / UNIT, the phrases, and masks without a pixel, not scored
+    sums: Tensor
     _found: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> "GroundingScore":
-        return cls(
-            torch.zeros(len(MEANS) + 1, dtype=torch.int64, device=device),
-            torch.zeros((), dtype=torch.int64, device=device),
-        )
+        return cls(torch.zeros(len(MEANS) + 2, dtype=torch.int64, device=device))
 
     def add(self, module: nn.Module, inputs: tuple[Tensor, Phrased, Tensor], batch: Batch) -> None:
         """Evaluate the model on a micro-batch and add its phrases."""
@@ -56,9 +53,11 @@ class GroundingScore:
         described = candidate & (masks.keys[:, None] == masks.keys[None])
         rows = torch.nonzero(masks.counted).flatten()
         similarity, candidate, described = similarity[rows], candidate[rows], described[rows]
+        phrases = (masks.keys >= 0) & batch.valid[masks.image]
+        self.sums[-2] += len(rows)
+        self.sums[-1] += (phrases & ~masks.counted).sum()
         if not len(rows):
-            self._found = {"rows": rows, "first": rows, "iou": rows, "chance": rows}
-            self._count(batch, masks, rows.new_zeros((0, len(MEANS))))
+            self._found = dict.fromkeys(("rows", "first", "iou", "chance"), rows)
             return
         best = similarity.masked_fill(~described, -torch.inf).amax(dim=1, keepdim=True)
         before = (similarity > best).sum(dim=1)
@@ -75,15 +74,9 @@ class GroundingScore:
         chance = described.sum(dim=1) * UNIT // candidate.sum(dim=1)
         ious = [both * UNIT // either.clamp(min=1) for both, either in (of_region, of_mask)]
         ious[0] = torch.where(before < 1, UNIT, ious[0])
-        self._count(batch, masks, torch.stack([*hits, chance, *ious], dim=1))
+        self.sums[:-2] += torch.stack([*hits, chance, *ious]).sum(dim=1)
         probability = (similarity * outputs["scale"]).softmax(dim=1).amax(dim=1)
         self._found = {"rows": rows, "first": first, "iou": ious[0] / UNIT, "chance": probability}
-
-    def _count(self, batch: Batch, masks: Phrased, entries: Tensor) -> None:
-        entries = torch.cat((entries, torch.ones_like(entries[:, :1])), dim=1)
-        self.sums += entries.sum(dim=0)
-        phrased = (masks.keys >= 0) & batch.valid[masks.image]
-        self.empty_masks += (phrased & ~masks.counted).sum()
 
     def predictions(self, batch: Batch) -> list[tuple[int, str]]:
         """Position and line of predictions.jsonl for each image of the micro-batch that was added last."""
@@ -101,14 +94,12 @@ class GroundingScore:
         )
 
     def all_reduce(self) -> None:
-        both = torch.cat((self.sums, self.empty_masks[None]))
-        dist.all_reduce(both)
-        self.sums, self.empty_masks = both[:-1], both[-1]
+        dist.all_reduce(self.sums)
 
     def result(self) -> dict[str, float]:
         """The means by name, from 0 to 1; "phrases", the number of phrases; and "empty"."""
-        *sums, count = self.sums.tolist()
+        *sums, count, empty = self.sums.tolist()
         means: dict[str, float] = {"phrases": count}
         if count:
             means |= {name: total / (UNIT * count) for name, total in zip(MEANS, sums, strict=True)}
-        return means | {"empty": int(self.empty_masks)}
+        return means | {"empty": empty}
