@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sa1b.arguments import BadValue
-from sa1b.errors import UsageError
 from sa1b.shards.dataset import check_images, open_dataset
 from sa1b.shards.sample import Sample
 from sa1b.views.view import open_view
@@ -61,9 +60,8 @@ class ViewSamples:
         sample = self.sample(position)
         kept = self.kept(sample, smallest)
         if not len(kept):
-            raise BadValue(
-                f"image {sample.image_id}: has no mask; pass a view made with --images-where 'masks >= 1'"
-            )
+            remedy = "pass a view made with --images-where 'masks >= 1'"
+            raise BadValue(f"image {sample.image_id}: has no mask; {remedy}")
         return sample, kept
 
     def path(self, sample: Sample) -> str:
@@ -81,13 +79,8 @@ class ViewSamples:
 def register() -> None:
     """Let iopath, with which other projects open files, open the images that `path` has named."""
     files = import_module("iopath.common.file_io")
-
-    def opened(self: Any, path: str, mode: str = "r", buffering: int = -1, **_: Any) -> BytesIO:
-        if path not in _read:
-            raise UsageError(f"{path}: not read in this process; load its masks before the image")
-        return BytesIO(_read[path])
-
-    methods = {"_get_supported_prefixes": lambda self: [PREFIX], "_open": opened}
+    methods: dict[str, Any] = {"_get_supported_prefixes": lambda self: [PREFIX]}
+    methods["_open"] = lambda self, path, *_, **__: BytesIO(_read[path])
     methods |= {"_isfile": lambda self, path, **_: True, "_get_local_path": lambda self, path, **_: path}
     handler = type("ShardImages", (files.PathHandler,), methods)()
     files.g_pathmgr.register_handler(handler, allow_override=True)

@@ -97,8 +97,7 @@ class PhraseLoader:
             keys = [json.loads(one).get("text_input") for one in fields]
             listed = [*(annotations.texts() or ()), *keys]
             if not listed:
-                why = "has no phrases; pass phrases=, a table by mask_id"
-                raise BadValue(f"image {annotations.image_id}: {why}")
+                raise BadValue(f"image {sample.image_id}: has no phrases; pass phrases=, a table by mask_id")
         groups: dict[Any, list[int]] = {key: [] for key in listed if key is not None}
         for mask, key in zip(masks.tolist(), keys, strict=False):
             if key in groups:

@@ -12,6 +12,9 @@ from dataclasses import make_dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
+from pycocotools import mask as coco_mask
+
 from tests.integrations import project
 
 SAM2, SAM3, TORCH_EM = "SA1B_SAM2", "SA1B_SAM3", "SA1B_MICRO_SAM"
@@ -20,11 +23,20 @@ VOSVideo = make_dataclass("VOSVideo", ["video_name", "video_id", "frames"])
 
 
 class LazySegments:
-    """`load_images` and the sampler use its keys; the masks are read with []."""
+    """`load_images` and the sampler use its keys; the masks, COCO's dicts, are decoded with []."""
 
     def __init__(self) -> None:
         self.segments: dict[int, Any] = {}
         self.cache: dict[int, Any] = {}
+
+    def __setitem__(self, key: int, mask: dict[str, Any]) -> None:
+        self.segments[key] = mask
+
+    def __getitem__(self, key: int) -> Any:
+        if key not in self.cache:
+            pixels = coco_mask.decode([self.segments[key]])
+            self.cache[key] = torch.from_numpy(pixels).permute(2, 0, 1)[0]
+        return self.cache[key]
 
     def __len__(self) -> int:
         return len(self.segments)
