@@ -36,7 +36,6 @@ from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
 from sa1b.sam.targets import inputs_of
 from sa1b.shards.manifest import versions
-from sa1b.storage.errors import MissingError
 from sa1b.storage.open import open_store
 from sa1b.stream.batch import Batch
 from sa1b.stream.pending import MAX_SUBSTITUTES
@@ -82,9 +81,7 @@ class Span:
         return self.open(json.dumps((data["sources"], state, data["global_batch"])))
 
     def rows(self, positions: Int64) -> tuple[Int64, Int64]:
-        """For each position, the number of its dataset and the row of its view that was used: that of the
-        order or, if that sample was damaged, of its substitute.
-        """
+        """For each position, the number of its dataset and the row of its view, or of a substitute."""
         opened = self.opened()
         sources, local, _ = opened.stream.plan.order.locate(positions)
         orders: list[Any] = [stream.plan.order for stream in opened.streams.values()]
@@ -108,10 +105,7 @@ class Span:
 
 def read_lines(run: str) -> list[bytes]:
     """The complete lines of a run's metrics.jsonl, in a folder or at a URL."""
-    try:
-        return open_store(run).read("metrics.jsonl").split(b"\n")[:-1]
-    except (MissingError, FileNotFoundError):
-        raise UsageError(f"{run}: has no metrics.jsonl; pass --out of `sa1b train`") from None
+    return open_store(run).read("metrics.jsonl").split(b"\n")[:-1]
 
 
 def spans_of(run: str, before: int | None = None) -> list[Span]:
@@ -133,8 +127,7 @@ def spans_of(run: str, before: int | None = None) -> list[Span]:
         spans = [Span(start["step"], min(stop, last), start, damage, opened) for start, stop in pairs]
         return [span for span in spans if span.positions(span.first, span.stop)]
     except (ValueError, LookupError, TypeError) as error:
-        why = f"damaged, or of another version ({error!r:.200}); restore it from a copy"
-        raise UsageError(f"{run}/metrics.jsonl: {why}") from None
+        raise UsageError(f"{run}/metrics.jsonl: damaged, or of another version ({error!r:.200})") from None
 
 
 def _opened(data: str) -> Opened:
@@ -209,16 +202,14 @@ def seen_masks(spans: Sequence[Span], images: Sequence[int]) -> list[Document]:
                         (masks,), name = pending.samples, [*opened.streams][pending.which[0]]
                         pairs = zip(masks.mask_ids.tolist(), masks.mask_index.tolist(), strict=True)
                         times.update((name, masks.image_id, *pair) for pair in pairs)
-    names = "source", "image_id", "mask_id", "mask_index"
-    return [dict(zip(names, key, strict=True)) | {"times": times[key]} for key in sorted(times)]
+    names = "source", "image_id", "mask_id", "mask_index", "times"
+    return [dict(zip(names, (*key, count), strict=True)) for key, count in sorted(times.items())]
 
 
 def replayed(
     run: str, spans: list[Span], step: int, weights: str | None, position: int | None = None
 ) -> tuple[Document, dict[str, Tensor]]:
-    """The samples of a step, or the one at a position of it, and their tensors by "POSITION/NAME"; "changes"
-    has those that cannot be rebuilt. UsageError: there is no such step, or the weights are not of a SAM.
-    """
+    """The samples of a step, or the one at a position of it, and their tensors by "POSITION/NAME"."""
     span = next((span for span in reversed(spans) if span.first < step <= span.stop), None)
     if span is None:
         raise UsageError(f"--step {step}: the run has no such step; pass one that its metrics.jsonl has")
@@ -238,7 +229,8 @@ def replayed(
                 continue
             batch = replace(read, images=read.images.cpu(), dense=read.masks.dense(size))
             prompts = _prompts(span.start["config"], module, batch) if note else [{}] * len(batch.masks)
-            own = {name: tensor.contiguous() for name, tensor in _tensors(batch).items()}
+            own = {name: getattr(batch, name) for name in ("boxes", "points", "mask_ids", "mask_index")}
+            own = {"image": batch.images[0].contiguous(), **own, "masks": batch.dense}
             tensors |= {f"{at}/{name}": tensor for name, tensor in own.items()}
             ids = zip(batch.mask_ids.tolist(), batch.mask_index.tolist(), prompts, strict=True)
             sample = {
@@ -253,17 +245,9 @@ def replayed(
             if losses := [mask["loss"] for mask in prompts if "loss" in mask]:
                 sample["loss"] = None if None in losses else sum(losses) / len(losses)
             samples.append(sample)
-            image, of_run = sample["image_id"], int(opened.ids[source][row])
-            if image != of_run:
-                why = f"image {of_run} is damaged now, or was damaged in the run and is not now"
-                changes.append(f"position {at:,}: image {image} in place of that of the run: {why}")
+            if (image := sample["image_id"]) != (of_run := int(opened.ids[source][row])):
+                changes.append(f"position {at:,}: image {image}, not {of_run} of the run: damage changed")
     return {"run": run, "step": step, "samples": samples, "changes": changes, "prompts": note}, tensors
-
-
-def _tensors(batch: Batch) -> dict[str, Tensor]:
-    assert batch.dense is not None
-    own = {"image": batch.images[0], "boxes": batch.boxes, "points": batch.points}
-    return own | {"mask_ids": batch.mask_ids, "mask_index": batch.mask_index, "masks": batch.dense}
 
 
 def table(replay: Document) -> list[str]:
@@ -297,10 +281,7 @@ def _changes_of(start: Document) -> list[str]:
 
 def _model(run: str, span: Span, step: int, weights: str | None) -> tuple[Interactive | None, str]:
     """The model that computes the prompts after the first iteration, None without weights, and a note which
-    prompts are those of the run; the note is empty if the run has no SAM.
-
-    Prompts of the first iteration are a function of the seed. Later clicks are on errors of the predictions:
-    they are those of the run only with the weights that the step began with.
+    prompts are those of the run, "" without a SAM: later clicks are on errors of the predictions.
     """
     config = span.start["config"]
     if "box_probability" not in config.get("recipe", {}) or "distill" in config:
@@ -328,9 +309,8 @@ def _model(run: str, span: Span, step: int, weights: str | None) -> tuple[Intera
 
 
 def _prompts(config: Document, module: Interactive | None, batch: Batch) -> list[Document]:
-    """The prompts of each mask. With a model, also "ious", one after each iteration, and "loss", None: not
-    finite; a mask without a pixel has no loss. Coordinates are pixels of the padded square; the centre of its
-    first pixel is 0, 0.
+    """The prompts of each mask, in pixels of the padded square; with a model, also "ious", one after each
+    iteration, and "loss", None: not finite. A mask without a pixel has no loss.
     """
     if module is None:
         targets = inputs_of(batch, config["seed"])[1]

@@ -114,9 +114,8 @@ def _listed(worst: dict[str, Any]) -> list[str]:
     for step in steps:
         figures = map(number_text, (step["loss"], step["rise"], step["grad_norm"]))
         image = str(step["image_id"]), number_text(step["image_loss"])
-        rows.append(
-            (f"{step['step']:,}", *figures, *(image if step["position"] is not None else ("not recorded",)))
-        )
+        known = image if step["position"] is not None else ("not recorded",)
+        rows.append((f"{step['step']:,}", *figures, *known))
     title = f"the {counted(len(steps), 'step')} of {worst['of']:,} with the highest {worst['by']}"
     again = command("replay", worst["run"], "--step", steps[0]["step"])
     return [f"{worst['run']}: {title}", *aligned(rows, [True] * 6, "  "), f"Next: {again}"]

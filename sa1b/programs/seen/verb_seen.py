@@ -79,12 +79,8 @@ def main(
                 lines += [f"  mask {mask['mask_id']}: {counted(mask['times'], 'time')}" for mask in own]
             images.append(answer)
     for name, (root, ids, times) in found.items() if not image else ():
-        figures = {
-            "used": times.sum(),
-            "distinct": (times > 0).sum(),
-            "least": times.min(),
-            "most": times.max(),
-        }
+        figures = {"used": times.sum(), "distinct": (times > 0).sum()}
+        figures |= {"least": times.min(), "most": times.max()}
         counts = {key: int(figure) for key, figure in figures.items()}
         sources.append({"source": name, "root": root, "images": len(ids), **counts})
         text = "{used:,} images used, {distinct:,} of {images:,} seen, each {least:,} to {most:,} times"
