@@ -4,6 +4,7 @@ Equal findings of several ranks are one line of the table.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
@@ -62,9 +63,14 @@ class Report:
 
     def document(self) -> dict[str, Any]:
         """JSON document for --json, with every finding of every rank."""
-        findings = [asdict(finding) for finding in self.findings]
-        document = {"title": self.title, "hosts": list(self.hosts), "findings": findings}
-        return document | {"counts": self._counts(self._rows()), "exit_code": self.exit_code()}
+        counts = Counter(row.state for row in self._rows())
+        return {
+            "title": self.title,
+            "hosts": list(self.hosts),
+            "findings": [asdict(finding) for finding in self.findings],
+            "counts": {state: counts[state] for state in STATES},
+            "exit_code": self.exit_code(),
+        }
 
     def table(self) -> str:
         """Text for the terminal: one line for each check, then what to do, the worst last."""
@@ -73,25 +79,17 @@ class Report:
         for _, same in groupby(rows, key=lambda row: row.check):
             texts = [
                 f"  {row.state.upper() if row.state == 'failed' else row.state:<7}  {row.check:<{width}}  "
-                f"{row.figure}{f'  [{_where(row)}]' if _where(row) else ''}"
+                f"{row.figure}{_where(row, '  [{}]')}"
                 for row in same
             ]
             lines += first_lines(texts, 8, f"  {'':<{width + 7}}  and {{:,}} more; --json lists all")
         for heading, state in (("Warnings:", "warning"), ("Failed:", "failed")):
-            advice: dict[tuple[str, str], list[Finding]] = {}
-            for row in rows:
-                if row.state == state:
-                    advice.setdefault((row.check, row.remedy), []).append(row)
-            lines += ["", heading] if advice else []
-            for (check, remedy), same_remedy in advice.items():
-                where = _where(_together(same_remedy))
-                lines.append(f"  {check}{f' ({where})' if where else ''}: {remedy}")
-        counts = self._counts(rows).items()
-        words = [counted(n, state, "s" if state == "warning" else "") for state, n in counts if n]
+            of_state = [row for row in rows if row.state == state]
+            advice = dict.fromkeys(f"  {row.check}{_where(row, ' ({})')}: {row.remedy}" for row in of_state)
+            lines += ["", heading, *advice] if advice else []
+        counts = Counter(row.state for row in rows)
+        words = [counted(counts[one], one, "s" * (one == "warning")) for one in STATES if counts[one]]
         return "\n".join([*lines, "", ", ".join(words) or "no check was run"])
-
-    def _counts(self, rows: Sequence[Finding]) -> dict[str, int]:
-        return {state: sum(row.state == state for row in rows) for state in STATES}
 
     def _rows(self) -> list[Finding]:
         """Findings with equal texts merged into one, in the order of the checks. They may differ in numbers,
@@ -104,29 +102,25 @@ class Report:
         rows = []
         for same in groups.values():
             columns = zip(*(_NUMBER.split(one.figure) for one in same), strict=True)
-            row = replace(_together(same), figure="".join(_span({*column}) for column in columns))
-            of_all = 0 < len(self.hosts) <= len(row.ranks) and row.state in ("ok", "skipped")
-            rows.append(replace(row, ranks=(), host="") if of_all else row)
+            ranks = tuple(sorted({rank for one in same for rank in one.ranks}))
+            host = ", ".join(dict.fromkeys(one.host for one in same if one.host))
+            if 0 < len(self.hosts) <= len(ranks) and same[0].state in ("ok", "skipped"):
+                ranks, host = (), ""
+            rows.append(replace(same[0], figure="".join(map(_span, columns)), ranks=ranks, host=host))
         checks = list(dict.fromkeys(one.check for one in self.findings))
         return sorted(rows, key=lambda row: (checks.index(row.check), STATES.index(row.state)))
 
 
-def _together(same: Sequence[Finding]) -> Finding:
-    """The first finding, with the ranks and hosts of all."""
-    ranks = tuple(sorted({rank for one in same for rank in one.ranks}))
-    hosts = dict.fromkeys(host for one in same for host in one.host.split(", ") if host)
-    return replace(same[0], ranks=ranks, host=", ".join(hosts))
-
-
-def _span(texts: set[str]) -> str:
-    if len(texts) == 1:
-        return texts.pop()
+def _span(texts: Sequence[str]) -> str:
+    if len({*texts}) == 1:
+        return texts[0]
     ordered = sorted(texts, key=lambda text: float(text.replace(",", "")))
     return f"{ordered[0]} to {ordered[-1]}"
 
 
-def _where(row: Finding) -> str:
-    return " on ".join(part for part in (named(row.ranks), row.host) if part)
+def _where(row: Finding, form: str) -> str:
+    where = " on ".join(part for part in (named(row.ranks), row.host) if part)
+    return form.format(where) if where else ""
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -96,8 +96,7 @@ def gradients(process: RankProcess, given: Given | None = None) -> Findings:
             own[name] = (torch.zeros_like(parameter) if own[name] is None else own[name]).detach()
             means[name] = own[name].cpu() / ranks
             dist.all_reduce(means[name])
-    remedy = "Look for no_sync, for a hook that leaves out the reduction or divides by another number, and "
-    remedy += "for a parameter that not every step uses (--parallel.find-unused)"
+    remedy = "Look for no_sync, a hook that divides by another number, parameters that are not always used"
     for config in configs:
         _, found = backward(process, wrap(deepcopy(model), config, process_group.start(config)), batch)
         faults = {name: what for name in means if (what := fault(found[name], means[name], own[name], ranks))}
@@ -107,12 +106,11 @@ def gradients(process: RankProcess, given: Given | None = None) -> Findings:
         if not faults:
             yield Finding("ok", f"{config.mode}: {len(means)} gradients are those of one process")
         if config.mode == "ddp":
-            digest, digests = 0, [0] * ranks
-            for one in (gradient for gradient in found.values() if gradient is not None):
-                digest = zlib.crc32(one.detach().cpu().contiguous().view(torch.uint8).numpy().data, digest)
-            dist.all_gather_object(digests, None if faults else digest)
-            most = max(digests, key=[one for one in digests if one is not None].count)
-            if not faults and digest != most:
+            parts = [one.detach().cpu().numpy().tobytes() for one in found.values() if one is not None]
+            digest, digests = None if faults else zlib.crc32(b"".join(parts)), [None] * ranks
+            dist.all_gather_object(digests, digest)
+            most = max(digests, key=digests.count)
+            if None not in digests and digest != most:
                 others = named([rank for rank, one in enumerate(digests) if one == most])
                 yield Finding("failed", f"ddp: a gradient has other bytes than on {others}", remedy)
 
@@ -176,8 +174,7 @@ def bandwidth(process: RankProcess) -> Findings:
         least = next((gpu.link / 4 for gpu in GPUS if name in gpu.reported and "PCI" not in name), 4e9)
     figure = f"all-reduce of {memory_text(numbers.nbytes)}: {rate / 1e9:.2f} GB/s"
     figure += f", {least / 1e9:g} or more expected" if least else ", within the memory of this machine"
-    remedy = "Look at the links (nvidia-smi topo -m, nvidia-smi nvlink --status, ibstat, ethtool), at the "
-    remedy += "check 'environment', and with NCCL_DEBUG=INFO at what NCCL uses"
+    remedy = "Look at the links (nvidia-smi topo -m, ibstat), and with NCCL_DEBUG=INFO at what NCCL uses"
     yield Finding(level(rate, 0, least), figure, remedy, {"bus_bytes_per_second": rate, "expected": least})
 
 
@@ -222,57 +219,47 @@ def run(process: RankProcess, name: str, before: list[Finding], quiet: bool) -> 
     try:  # in a thread, because a read of a dead file server or a call of a broken driver may never return
         findings = Limited().call(work, limit)
     except OverdueError:
-        remedy = "A file system, a store or a driver does not answer: look at `df`, `mount` and `dmesg`; "
-        remedy += "`py-spy dump --pid` shows where a rank waits for others"
+        remedy = "A file system, a store or a driver does not answer: look at `df`, `mount` and `dmesg`"
         findings = [Finding("failed", f"did not end within {limit:g} s", remedy)]
     except (Sa1bError, OSError) as error:
-        findings = [machine.fault_of(error, process, name)]
+        findings = [machine.fault_of(error, process)]
     except Exception as error:
         figure = f"the check ended by {type(error).__name__}: {error}".splitlines()[0]
         findings = [Finding("failed", figure, "Report this with the output of --json")]
     return _of_rank(process, name, findings)
 
 
-def examine(process: RankProcess, chosen: set[str], found: list[Finding], quiet: bool) -> Report | None:
+def examine(process: RankProcess, chosen: set[str], quiet: bool) -> Report | None:
     """Run the chosen checks, on every rank. Rank 0 returns the findings of all, another rank None, or its
-    own if it cannot reach the others. `found` gets the findings of this rank.
+    own if it cannot reach the others.
     """
     names, is_single = [name for name in CHECKS if _flag(name) in chosen], process.world_size == 1
+    found, hosts, trouble = list[Finding](), dict[int, str](), list[Finding]()
     title = f"1 process on {process.host}" if is_single else f"rank {process.rank} on {process.host}, alone"
-    alone, hosts, trouble = Report(found, title, [process.host]), dict[int, str](), list[Finding]()
-    if not is_single:  # first, so that ranks measure at the same time; torch raises several classes
-        try:
-            store, hosts = Limited().call(partial(meet, process), 4 * process.timeout)
-            group = Limited().call(partial(join, process, store, hosts), 3 * process.timeout)
-        except Exception as error:
-            reason, remedy = process_group.fault(error, serves=process.rank == 0)
-            if hosts:
-                reason = f"the ranks cannot connect to each other: {' '.join(str(error).split())[:200]}"
-                remedy = "open all TCP ports between the hosts, or set GLOO_SOCKET_IFNAME and "
-                remedy += "NCCL_SOCKET_IFNAME to the interface between them"
-            trouble = [Finding("failed", reason, remedy[:1].upper() + remedy[1:])]
-    elif "rendezvous" in chosen:
+    alone = Report(found, title, [process.host])
+    if is_single and "rendezvous" in chosen:
         remedy = "Start several: torchrun --nproc_per_node=8 -m sa1b doctor ROOT"
         trouble = [Finding("skipped", "one process; these checks need several ranks", remedy)]
-    for name in names:
-        if name not in TOGETHER:
-            found += run(process, name, found, quiet)
+    try:  # first, so that ranks measure at the same time; torch raises several classes
+        if not is_single:
+            store, hosts = Limited().call(partial(meet, process), 4 * process.timeout)
+            group = Limited().call(partial(join, process, store, hosts), 3 * process.timeout)
+    except Exception as error:
+        reason, remedy = process_group.fault(error, serves=process.rank == 0)
+        if hosts:
+            reason = f"the ranks cannot connect to each other: {' '.join(str(error).split())[:200]}"
+            remedy = "open all TCP ports between the hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        trouble = [Finding("failed", reason, remedy[:1].upper() + remedy[1:])]
+    for name in [name for name in names if name not in TOGETHER]:
+        found += run(process, name, found, quiet)
+    found += _of_rank(process, "rendezvous", trouble)
     if trouble or is_single:
-        found += _of_rank(process, "rendezvous", trouble)
         return alone
-    at = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
     missing = tuple(rank for rank in range(process.world_size) if rank not in hosts)
-    met = Finding("ok", f"{process.world_size} ranks met at {at}", check="rendezvous")
-    if missing:
-        figure = f"{len(missing)} of {process.world_size} ranks did not answer at {at} within "
-        remedy = "Look at the output of these ranks: they did not start, hang, or print why they cannot "
-        remedy += f"reach {at}; --timeout waits longer"
-        met = replace(
-            met, state="failed", figure=f"{figure}{process.timeout:g} s", remedy=remedy, ranks=missing
-        )
     try:
         findings = gathered(process, found, hosts, group)
-        findings += [one for one in (*differences(findings), met) if _flag(one.check) in chosen]
+        findings += [one for one in differences(findings) if _flag(one.check) in chosen]
+        findings += [met(process, missing)] if "rendezvous" in chosen else []
         for name in [name for name in names if name in TOGETHER]:
             if missing:
                 findings.append(Finding("skipped", f"{named(missing)} did not answer", FIRST, check=name))
@@ -286,6 +273,15 @@ def examine(process: RankProcess, chosen: set[str], found: list[Finding], quiet:
     title = f"{process.world_size} ranks on {counted(len({*hosts.values()}), 'host')}"
     report = Report(findings, title, [hosts.get(rank, "?") for rank in range(process.world_size)])
     return report if process.rank == 0 else None
+
+
+def met(process: RankProcess, missing: tuple[int, ...]) -> Finding:
+    at, ranks = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ), process.world_size
+    if not missing:
+        return Finding("ok", f"{ranks} ranks met at {at}", check="rendezvous")
+    figure = f"{len(missing)} of {ranks} ranks did not answer at {at} within {process.timeout:g} s"
+    remedy = "Look at the output of these ranks; --timeout waits longer"
+    return Finding("failed", figure, remedy, check="rendezvous", ranks=missing)
 
 
 def _flag(check: str) -> str:

@@ -33,7 +33,6 @@ from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.recipe import step_flops
 from sa1b.shards.dataset import Dataset, check_images
-from sa1b.shards.manifest import DATASET
 from sa1b.storage.atomic import nearest_existing
 from sa1b.storage.errors import UnavailableError
 from sa1b.storage.local import OPEN_FILES
@@ -102,8 +101,8 @@ def device(process: RankProcess) -> Findings:
         yield Finding("failed", figure, f"Start {visible} ranks on this machine, or ask for more GPUs")
     elif DRIVER.exists():
         figure = f"torch {torch.__version__} sees no GPU, though there is a driver{error}"
-        remedy = "Install a CUDA build of torch that this driver supports; look at `nvidia-smi`, `dmesg` and "
-        yield Finding("failed", figure, f"{remedy}CUDA_VISIBLE_DEVICES")
+        remedy = "Install a CUDA build of torch for this driver; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        yield Finding("failed", figure, remedy)
     else:
         figure = f"CPU: no NVIDIA driver is visible; torch is built for {torch.version.cuda or 'CPUs'}"
         remedy = "On a machine with GPUs: docker run --gpus all, or sbatch --gpus-per-node"
@@ -117,13 +116,11 @@ def gpu_state(process: RankProcess) -> Findings:
         yield Finding("skipped", why, "Add the folder of nvidia-smi to PATH if there are GPUs")
     if program is None or process.local_rank > 0:
         return
-    query = "--query-gpu=index,uuid,name,ecc.errors.uncorrected.volatile.total,memory.used,{}.hw_slowdown"
-    for reasons in ("clocks_event_reasons", "clocks_throttle_reasons"):  # the second one before driver 535
-        words = [program, query.format(reasons), "--format=csv,noheader,nounits"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
-        if done.returncode == 0:
-            break
-    else:
+    query = "--query-gpu=index,uuid,name,ecc.errors.uncorrected.volatile.total,memory.used,"
+    query += "clocks_event_reasons.hw_slowdown"
+    words = [program, query, "--format=csv,noheader,nounits"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
         text = (done.stderr or done.stdout or f"exit code {done.returncode}").splitlines()[0]
         remedy = "Reboot the node, or drain it: the driver or a GPU does not answer (dmesg | grep -i xid)"
         yield Finding("failed", f"nvidia-smi fails: {text}", remedy)
@@ -216,12 +213,10 @@ def memory(process: RankProcess) -> Findings:
 
 
 def shared_memory(process: RankProcess) -> Findings:
-    # Through it, NCCL and DataLoader workers exchange data. In Docker's 64 MiB both end with a bus error; the
-    # documentation of NCCL gives a container 1 GiB.
+    # Through it, NCCL and DataLoader workers exchange data. In Docker's 64 MiB both end with a bus error.
     space = os.statvfs("/dev/shm")
     total, free = space.f_frsize * space.f_blocks, space.f_frsize * space.f_bavail
-    remedy = "Remove what ended processes left there, or make it larger: docker run --shm-size=8g, in "
-    remedy += "Kubernetes an emptyDir of medium Memory, on a host mount -o remount,size=8G /dev/shm"
+    remedy = "Make it larger: docker run --shm-size=8g, on a host mount -o remount,size=8G /dev/shm"
     figure = f"{memory_text(free)} free of {memory_text(total)} in /dev/shm, 1 GiB advised"
     yield Finding(level(free, (64 << 20) + 1, 1 << 30), figure, remedy, {"total_bytes": total})
 
@@ -229,8 +224,7 @@ def shared_memory(process: RankProcess) -> Findings:
 def open_files(process: RankProcess) -> Findings:
     soft, hard = (limit if limit >= 0 else 1 << 40 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     needed = 2 * OPEN_FILES + 4 * process.world_size  # shards, connections to a store, sockets to ranks
-    remedy = f"Run `ulimit -n {max(needed, 4096)}` first; the hard limit, {hard}, is LimitNOFILE= of slurmd, "
-    remedy += "nofile in /etc/security/limits.conf, docker run --ulimit nofile=65536"
+    remedy = f"Run `ulimit -n {max(needed, 4096)}` first, or have the hard limit, {hard}, raised"
     yield Finding(level(soft, needed, needed), f"limit {soft}, {needed} needed", remedy)
 
 
@@ -269,7 +263,7 @@ def dataset(process: RankProcess) -> Findings:
     yield Finding("warning" if lacks else "ok", figure, "Run reshard again, or train without them", values)
 
 
-def fault_of(error: Exception, process: RankProcess, check: str) -> Finding:
+def fault_of(error: Exception, process: RankProcess) -> Finding:
     """The finding of a check that ended with an expected error, whose message ends with the remedy."""
     if isinstance(error, UnavailableError):
         figure = f"{error.url or process.root}: unavailable for {process.timeout / 2:g} s: {error.last_error}"
@@ -277,11 +271,6 @@ def fault_of(error: Exception, process: RankProcess, check: str) -> Finding:
     else:
         figure, _, remedy = str(error).replace("\n", " ").partition("; ")
         remedy = remedy[:1].upper() + remedy[1:] or "Check the path, its permissions and the network"
-    root, is_alone = process.root or "", process.world_size == 1
-    if not (check != "dataset" or is_alone or "://" in root or Path(root, DATASET).exists()):
-        others = f"mount their file system on {process.host}, copy it there (sa1b copy), or name a URL. "
-        remedy = f"If none has: {remedy[:1].lower()}{remedy[1:]}"
-        remedy = f"If other machines have this dataset: {others}{remedy}"
     return Finding("failed", figure, remedy)
 
 
@@ -305,8 +294,7 @@ def read_rate(process: RankProcess) -> Findings:
             needed = 0.4 * peak / step_flops(config.model, config.recipe, 1, 64)
     figure = f"{rate:,.0f} random samples/s ({size_text(rate * size)}/s); a rank trains "
     figure += f"{counted(round(needed), 'sample')}/s ({size_text(needed * size)}/s)"
-    remedy = "Use faster storage, a local copy (sa1b copy) or --data.cache; `sa1b bench` measures the whole "
-    remedy += "loader; --rate N sets what a rank trains"
+    remedy = "Use faster storage, a local copy (sa1b copy) or --data.cache; see also `sa1b bench`"
     # With less than twice the rate, the GPUs wait when other jobs use the disk.
     yield Finding(level(rate, needed, 2 * needed), figure, remedy, {"samples_per_second": rate})
 
