@@ -8,6 +8,7 @@ kernels and compiled code usually store less, and workspaces and gaps come on to
 import warnings
 import weakref
 from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sa1b.arguments import Range
 from sa1b.console import counted
 from sa1b.engine.checkpoint.tensors import bytes_of
 from sa1b.engine.config import Config, build, with_steps
@@ -29,7 +31,7 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.step.optim import freeze, lr_line
-from sa1b.engine.watch.hardware import Cluster, peak_seconds
+from sa1b.engine.watch.hardware import peak_seconds
 from sa1b.engine.weights import load_weights
 from sa1b.errors import UsageError
 from sa1b.report import rounded
@@ -180,15 +182,15 @@ def _blank_texts(count: int, length: int, width: int) -> Texts:
     return Texts(tokens, offsets, torch.zeros(count, width), keys, "mask_id", length)
 
 
-def plan(config: Config, cluster: Cluster, rate: float | None = None) -> dict[str, Any]:
-    """The estimates of a run on a cluster as a JSON document, in SI units; `rate`: measured images per second
-    of a GPU, in place of the fraction of the peak.
+def plan(config: Config, cluster: SimpleNamespace, rate: float | None = None) -> dict[str, Any]:
+    """The estimates of a run as a JSON document, in SI units; `cluster`: the flags of `sa1b plan train`.
+    `rate`: measured images per second of a GPU, in place of the fraction of the peak.
 
     A step takes the longest of three times, which overlap: that of the GPUs, that in which the storage
     delivers the images, and that in which processors decode them. The GPUs take the model's operations at a
     fraction of the peak, and the communication that computation does not hide.
     """
-    ranks, schedule = cluster.world_size, config.checkpoint
+    ranks, schedule = cluster.nodes * cluster.gpus, config.checkpoint
     is_whole = config.data.root == NO_ROOT and config.data.mix is None
     data = ALL_OF_SA1B if is_whole else _stored_images(config, ranks)
     config = with_steps(config, data["images"])
@@ -196,10 +198,10 @@ def plan(config: Config, cluster: Cluster, rate: float | None = None) -> dict[st
     module, batch, steps = _model(config, size), config.data.global_batch, config.optim.steps
     trained, flops = numbers(module, trained=True), declared(module).flops(batch, batch * config.data.masks)
     if rate is not None:
-        cluster = replace(cluster, mfu=flops / batch * rate / cluster.flops)
+        cluster.mfu = flops / batch * rate / cluster.flops
+    Range(above=0, most=1).check("--mfu", cluster.mfu)
     is_small = data["resized"] is not None and data["resized"] <= 1024
-    decoded = cluster.decode_rate or (DECODED_1024 if is_small else DECODED)
-    cluster = replace(cluster, decode_rate=decoded)
+    decoded = cluster.decode_rate = cluster.decode_rate or (DECODED_1024 if is_small else DECODED)
     compute = flops / (cluster.flops * cluster.mfu * ranks)
     sent = _communication(config, cluster, numbers(module), trained)
     # DDP sends during the backward pass of the last micro-batch only, FSDP during all passes.
@@ -216,7 +218,7 @@ def plan(config: Config, cluster: Cluster, rate: float | None = None) -> dict[st
     fits = (needed := _needed(memory, cluster)) <= cluster.gpu_memory
     return {
         "exit_code": int(not fits),
-        "cluster": asdict(cluster),
+        "cluster": vars(cluster),
         "ranks": ranks,
         "data": data,
         "images_per_rank": data["images"] / ranks,
@@ -246,11 +248,11 @@ def plan(config: Config, cluster: Cluster, rate: float | None = None) -> dict[st
     }
 
 
-def _needed(memory: StepMemory, cluster: Cluster) -> float:
-    return memory.peak * (1 + cluster.fragmentation) + cluster.reserved
+def _needed(memory: StepMemory, cluster: Any) -> float:
+    return float(memory.peak * (1 + cluster.fragmentation) + cluster.reserved)
 
 
-def _fitting(config: Config, cluster: Cluster, memory: StepMemory, size: int) -> int | None:
+def _fitting(config: Config, cluster: Any, memory: StepMemory, size: int) -> int | None:
     """The largest micro-batch that fits; None: the model trains with one micro-batch only."""
     # Batches and activations are proportional to it; several micro-batches also need memory for gradients.
     each = (memory.activations + memory.batches) / size * (1 + cluster.fragmentation)
@@ -258,18 +260,18 @@ def _fitting(config: Config, cluster: Cluster, memory: StepMemory, size: int) ->
     for images in range(fitting, 0, -1):
         smaller = replace(config, data=replace(config.data, micro_batch=images))
         try:
-            if _needed(measure(smaller, cluster.world_size), cluster) <= cluster.gpu_memory:
+            if _needed(measure(smaller, cluster.nodes * cluster.gpus), cluster) <= cluster.gpu_memory:
                 return images
         except UsageError:
             return None
     return 0
 
 
-def _communication(config: Config, cluster: Cluster, every: int, trained: int) -> float:
+def _communication(config: Config, cluster: Any, every: int, trained: int) -> Any:
     """Seconds in which the links are busy in a step, in rings: 2 (N - 1) / N of the bytes for an all-reduce,
     half of it for a gather or a reduce-scatter.
     """
-    parallel, ranks = config.parallel, cluster.world_size
+    parallel, ranks = config.parallel, cluster.nodes * cluster.gpus
     replicas = replicas_on(ranks, parallel.replicas)
     shards = ranks // replicas if parallel.mode == "fsdp" else ranks
     # A ring within a node uses its links; a ring over nodes passes each node's network once.

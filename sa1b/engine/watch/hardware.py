@@ -1,4 +1,4 @@
-"""GPUs by name, the cluster that a run is planned for, and numbers of the device of a rank.
+"""GPUs by name, and numbers of the device of a rank.
 
 Figures of GPUs are those of the vendors' data sheets: operations per second of dense matrix products, without
 sparsity; memory in 10^9 bytes; the rate in one direction between the GPUs of a node, by NVLink if the GPU has
@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from sa1b.arguments import Range
 from sa1b.engine.model import Model
 from sa1b.engine.precision import Precision
 from sa1b.engine.ranks.rank_info import RankInfo
@@ -75,35 +74,6 @@ def peak_flops(device: torch.device, precision: Precision) -> float | None:
         return None
     name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
     return next((gpu.peak(precision) for gpu in GPUS if name in gpu.reported), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """GPUs, and the assumptions under which their time is estimated. Rates are of one direction."""
-
-    gpu: str  # name of the type of GPU
-    nodes: int
-    gpus: int  # GPUs of a node, and ranks on it
-    flops: float  # operations per second of a GPU at its peak
-    gpu_memory: float  # bytes of a GPU
-    link: float  # bytes per second between GPUs of a node
-    network: float  # bytes per second of a node to others
-    mfu: float  # fraction of the peak that a step without communication reaches
-    exposed: float  # fraction of the communication that computation does not hide, at least
-    cpus: int  # CPU cores of a node for decoding
-    # images per second that a core reads and decodes; None: measured, see `StoredImages`
-    decode_rate: float | None
-    storage: float | None  # bytes per second that the storage delivers to all nodes; None: not limited
-    reserved: float  # bytes of a GPU that tensors cannot use
-    fragmentation: float  # fraction of the tensors' bytes that the allocator cannot reuse
-    price: float | None  # dollars for a GPU hour
-
-    def __post_init__(self) -> None:
-        Range(above=0, most=1).check("--mfu", self.mfu)
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.gpus
 
 
 def peak_seconds(

@@ -21,7 +21,7 @@ from sa1b.arguments import Range
 from sa1b.console import counted, loading, show
 from sa1b.errors import UsageError
 from sa1b.report import bar, duration_text, fact_lines, failed_lines, size_text
-from sa1b.sources.path_arguments import Endpoint, check_rate, checked_quality, linked, paths_of, store_of
+from sa1b.sources.path_arguments import Endpoint, checked_quality, linked, paths_of, store_of
 from sa1b.sources.stored_file import CONNECTIONS
 from sa1b.storage.atomic import nearest_existing
 from sa1b.workers import available_cpus
@@ -46,7 +46,7 @@ def main(
     nodes: Annotated[int, Range(1)] = 1,
     cpus: Annotated[int | None, Range(1)] = None,
     workers: Annotated[int, Range(1)] = 1,
-    rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
+    rate: Annotated[float | None, Range(above=0), tyro.conf.arg(metavar="MB/S")] = None,
     scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     endpoint: Endpoint = None,
     ignore: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATTERN")] = (),
@@ -77,7 +77,6 @@ def main(
     """
     if not source and links is None:
         raise UsageError("SOURCE or --links: missing; add tars, folders or a list of links")
-    check_rate("--rate", rate)
     checked_quality(image_size, None, annotations_only=annotations_only)
     store = None if out is None else store_of(out, scratch, endpoint, source)
     with loading():
@@ -100,8 +99,7 @@ def main(
         sized, failed = remote_sources(remote, known, progress=progress.update)
     left, finished = sorted([*local.values(), *sized], key=lambda one: one.name), list[str]()
     if store is not None:
-        listed = store.listed_size()
-        kept = [one for one in left if one.name in tasks]
+        kept, listed = [one for one in left if one.name in tasks], store.listed_size()
         finished = [one.name for one in kept if is_unchanged(tasks[one.name], one, store, listed)]
         left = [one for one in left if one.name not in finished]
 
@@ -115,8 +113,8 @@ def main(
     needed = space.spill + (space.shards if is_local else space.staged)
     free = None if store is None else shutil.disk_usage(nearest_existing(store.scratch)).free
     is_small = free is not None and free < needed
-    rates = {"the processors": nodes * min(workers * WORKER_RATE, of_node * PROCESSOR_RATE)}
-    rates["the processors"] /= 1 if image_size is None else RESIZING
+    processors = nodes * min(workers * WORKER_RATE, of_node * PROCESSOR_RATE)
+    rates = {"the processors": processors / (1 if image_size is None else RESIZING)}
     rates |= {} if rate is None else {"reading": rate * 1e6}
     hours = total / min(rates.values()) / 3600
     document = {
@@ -145,9 +143,8 @@ def main(
     )
     machine = f"{cpus} CPUs" if cpus else f"the {of_node} CPUs of this machine (--cpus: others)"
     slower, *faster = sorted(rates, key=lambda name: rates[name])
-    more = "; pass --rate for the time of reading"
-    if faster:
-        more = f" ({faster[0]}: {rates[faster[0]] / 1e6:,.0f} MB/s)"
+    others = [f" ({name}: {rates[name] / 1e6:,.0f} MB/s)" for name in faster]
+    more = "".join(others) or "; pass --rate for the time of reading"
     rows = {
         "sources": f"{document['sources']:,}: {', '.join(filter(None, state))}",
         "to read": size_text(total),

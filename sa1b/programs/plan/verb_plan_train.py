@@ -12,6 +12,7 @@ interrupted.
 """
 
 import json
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import tyro
@@ -79,21 +80,21 @@ def main(
     with loading():
         from sa1b.engine import config as settings
         from sa1b.engine.planner import NO_ROOT, plan
-        from sa1b.engine.watch.hardware import Cluster, Gpu, gpu_named
+        from sa1b.engine.watch.hardware import Gpu, gpu_named
         from sa1b.recipes.presets import PRESETS
     other = Gpu(name="other", bf16=0, tf32=0, fp32=0, memory=0, link=PCIE)
     known = other if gpu is None else gpu_named(gpu)
     config = settings.parse(arguments, None, PRESETS, command("train"), root=NO_ROOT, world_size=nodes * gpus)
     if config.data.root == NO_ROOT and (config.data.view or config.evaluation.view):
-        flag = "--data.view" if config.data.view else "--evaluation.view"
-        raise UsageError(f"{flag}: needs the dataset directory of the view; also pass --data.root")
-    cluster = Cluster(
-        gpu=known.name, nodes=nodes, gpus=gpus, link=known.link, network=network_gbit * 1e9 / 8, mfu=mfu,
+        raise UsageError("--data.view, --evaluation.view: need the directory of the view; pass --data.root")
+    cluster = SimpleNamespace(  # in operations and bytes per second, of one direction, and bytes
+        gpu=known.name, nodes=nodes, gpus=gpus,
         flops=known.peak(config.parallel.precision) if tflops is None else tflops * 1e12,
         gpu_memory=known.memory if gpu_memory is None else gpu_memory * 1e9,
+        link=known.link, network=network_gbit * 1e9 / 8, mfu=mfu, exposed=EXPOSED,
         cpus=CPUS_PER_GPU * gpus if cpus is None else cpus, decode_rate=decode_rate,
         storage=None if storage_rate is None else storage_rate * 1e9,
-        reserved=reserved * 1e9, exposed=EXPOSED, fragmentation=FRAGMENTATION, price=price,
+        reserved=reserved * 1e9, fragmentation=FRAGMENTATION, price=price,
     )  # fmt: skip
     found = plan(config, cluster, images_per_second)
     show(json.dumps(found, indent=1) if json_output else table(found, config))

@@ -127,7 +127,8 @@ def spans_of(run: str, before: int | None = None) -> list[Span]:
         spans = [Span(start["step"], min(stop, last), start, damage, opened) for start, stop in pairs]
         return [span for span in spans if span.positions(span.first, span.stop)]
     except (ValueError, LookupError, TypeError) as error:
-        raise UsageError(f"{run}/metrics.jsonl: damaged, or of another version ({error!r:.200})") from None
+        what = f"damaged, or of another version ({error!r:.200})"
+        raise UsageError(f"{run}/metrics.jsonl: {what}; restore it from a copy") from None
 
 
 def _opened(data: str) -> Opened:

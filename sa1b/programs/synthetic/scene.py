@@ -20,15 +20,10 @@ Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.uint8]
 Hues = npt.NDArray[np.float64]  # [3] of 0..1
 
-# (width, height) in pixels -> share of the images.
-SIZES = (
-    ((2250, 1500), 0.62),
-    ((1500, 2250), 0.20),
-    ((2000, 1500), 0.07),
-    ((1500, 2000), 0.04),
-    ((2667, 1500), 0.03),
-    ((1920, 1080), 0.04),
-)
+SIZES = {  # (width, height) in pixels: share of the images
+    (2250, 1500): 0.62, (1500, 2250): 0.20, (2000, 1500): 0.07,
+    (1500, 2000): 0.04, (2667, 1500): 0.03, (1920, 1080): 0.04,
+}  # fmt: skip
 HIGH_QUALITY_SHARE = 0.63  # share of images with quality 95; the others have quality 75
 MASKS_MEAN, MASKS_LN_SD, MASKS_MAX = 96.0, 0.5, 500
 AREA_LN_MEAN, AREA_LN_SD = -6.21, 1.59  # mean and deviation of the logarithm of the area fraction
@@ -84,8 +79,8 @@ def draw(rng: np.random.Generator, long_side: int | None, simple: bool) -> tuple
     side have fewer masks (about 40 at 640 pixels), with the same distribution of area fractions; None: full
     size. `simple`: a few large objects with smooth outlines and plain surfaces instead.
     """
-    shares = np.array([share for _, share in SIZES])
-    width, height = SIZES[int(rng.choice(len(SIZES), p=shares / shares.sum()))][0]
+    shares = np.array([*SIZES.values()])
+    width, height = [*SIZES][int(rng.choice(len(SIZES), p=shares / shares.sum()))]
     quality = 95 if rng.random() < HIGH_QUALITY_SHARE else 75
     scale = 1.0 if long_side is None else long_side / max(width, height)
     width, height = max(1, round(width * scale)), max(1, round(height * scale))

@@ -61,15 +61,13 @@ def _annotations(
 
 
 def _runs(shape: Shape, height: int, width: int) -> npt.NDArray[np.uint32]:
-    columns = np.zeros((shape.mask.shape[1], shape.mask.shape[0] + 2), np.int8)
-    columns[:, 1:-1] = shape.mask.T
-    column, row = np.nonzero(np.diff(columns, axis=1))
-    edges = (column + shape.x) * height + row + shape.y
-    # A run that ends at the bottom of a column continues at the top of the next one: join the two.
-    joined = np.flatnonzero(edges[1:-1:2] == edges[2::2]) * 2 + 1
-    edges = np.delete(edges, np.concatenate([joined, joined + 1]))
-    runs = np.diff(edges, prepend=0, append=height * width)
-    return (runs if runs[-1] or len(runs) == 1 else runs[:-1]).astype(np.uint32)
+    columns = np.zeros((height, shape.mask.shape[1]), np.bool_)
+    columns[shape.y : shape.y + shape.mask.shape[0]] = shape.mask
+    runs = Runs.from_pixels(columns[None]).runs
+    runs = np.append(runs, np.zeros(1 - len(runs) % 2, np.uint32))  # background is first and last
+    runs[0] += shape.x * height
+    runs[-1] += (width - shape.x - shape.mask.shape[1]) * height
+    return runs if runs[-1] else runs[:-1]
 
 
 def _point(rng: np.random.Generator, shape: Shape) -> list[float]:
