@@ -106,8 +106,9 @@ def gradients(process: RankProcess, given: Given | None = None) -> Findings:
         if not faults:
             yield Finding("ok", f"{config.mode}: {len(means)} gradients are those of one process")
         if config.mode == "ddp":
-            parts = [one.detach().cpu().numpy().tobytes() for one in found.values() if one is not None]
-            digest, digests = None if faults else zlib.crc32(b"".join(parts)), [None] * ranks
+            grads = [one.detach().cpu().flatten() for one in found.values() if one is not None]
+            data = b"".join(one.view(torch.uint8).numpy().tobytes() for one in grads)
+            digest, digests = None if faults else zlib.crc32(data), [None] * ranks
             dist.all_gather_object(digests, digest)
             most = max(digests, key=digests.count)
             if None not in digests and digest != most:

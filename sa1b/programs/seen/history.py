@@ -231,7 +231,8 @@ def replayed(
             batch = replace(read, images=read.images.cpu(), dense=read.masks.dense(size))
             prompts = _prompts(span.start["config"], module, batch) if note else [{}] * len(batch.masks)
             own = {name: getattr(batch, name) for name in ("boxes", "points", "mask_ids", "mask_index")}
-            own = {"image": batch.images[0].contiguous(), **own, "masks": batch.dense}
+            own = {"image": batch.images[0], **own, "masks": batch.dense}
+            own = {name: tensor.contiguous() for name, tensor in own.items()}
             tensors |= {f"{at}/{name}": tensor for name, tensor in own.items()}
             ids = zip(batch.mask_ids.tolist(), batch.mask_index.tolist(), prompts, strict=True)
             sample = {
