@@ -10,8 +10,6 @@ For each phrase, the regions of its image are ordered by similarity:
 Any region with the same phrase counts as a region of the phrase.
 """
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -30,17 +28,13 @@ MEANS = ("recall_at_1", "recall_at_5", "chance_at_1", "miou_region", "miou_mask"
 AT = (1, 5)
 
 
-@dataclass(slots=True, eq=False)
 class GroundingScore:
     """Sums over the phrases of an evaluation."""
 
-    # int64: one for each of MEANS in units of 1 / UNIT, the phrases, and masks without a pixel, not scored
-    sums: Tensor
-    _found: dict[str, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def empty(cls, device: torch.device | str = "cpu") -> "GroundingScore":
-        return cls(torch.zeros(len(MEANS) + 2, dtype=torch.int64, device=device))
+    def __init__(self, device: torch.device) -> None:
+        # One for each of MEANS in units of 1 / UNIT, the phrases, and masks without a pixel, not scored.
+        self.sums = torch.zeros(len(MEANS) + 2, dtype=torch.int64, device=device)
+        self._found: dict[str, Tensor] = {}
 
     def add(self, module: nn.Module, inputs: tuple[Tensor, Phrased, Tensor], batch: Batch) -> None:
         """Evaluate the model on a micro-batch and add its phrases."""

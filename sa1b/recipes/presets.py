@@ -175,7 +175,7 @@ class GroundingConfig(OfSam):
         return grounding_of(self.model, self.text, self.recipe, data, images * data.masks)
 
     def scorer(self, device: torch.device) -> GroundingScore:
-        return GroundingScore.empty(device)
+        return GroundingScore(device)
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
         """See `Config.micro_batches`; several micro-batches would change the contrastive loss."""
