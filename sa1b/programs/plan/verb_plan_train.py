@@ -110,48 +110,37 @@ def table(found: dict[str, Any], config: Any) -> str:
     count, hours = counted(found["micro_batches"], "micro-batch", "es"), found["hours"]
     storage = "no limit" if cluster["storage"] is None else f"{cluster['storage'] / 1e9:g}"
     parts = {name: size for name, size in memory.items() if size and name not in ("peak", "needed")}
-    largest = found["largest_micro_batch"]
-    first = f"--data.micro-batch {largest} (the largest that fits), " if largest else ""
-    advice = f"""
-              {"no micro-batch fits; " if largest == 0 else ""}pass {first}--model.checkpoint-blocks all, \
---parallel.mode fsdp, --parallel.precision bf16, or use a larger GPU"""
+    fits, memory_of_gpu = "fits", size_text(cluster["gpu_memory"])
+    if not found["fits"]:
+        fits = "does not fit: --model.checkpoint-blocks all, --parallel.mode fsdp, --parallel.precision bf16"
+        fits += f", --data.micro-batch {largest}" if (largest := found["largest_micro_batch"]) else ""
     return f"""\
 cluster       {counted(cluster["nodes"], "node")} x {cluster["gpus"]} {cluster["gpu"]} = {ranks}, \
 mode {config.parallel.mode}, precision {config.parallel.precision}
 model         {found["parameters"] / 1e6:,.1f} M parameters
 data          {counted(data["images"], "image")} of {data["source"]}
-              {_size(data["bytes"])} in {counted(data["files"], kind)}, {size_text(each)} an image
+              {size_text(data["bytes"])} in {counted(data["files"], kind)}, {size_text(each)} an image
 each rank     {found["images_per_rank"]:,.0f} images an epoch, the number in \
 {found["files_per_rank"]:,.1f} {kind}s; it reads from all {kind}s
 batch         {counted(found["global_batch"], "image")} = {ranks} x {count} of up to {found["micro_batch"]}
 run           {counted(found["steps"], "step")} = {rounded(found["epochs"])} epochs of \
 {counted(found["steps_per_epoch"], "step")}
-step          {_seconds(step)}, limited by: {found["limited_by"]}
+step          {duration_text(step)}, limited by: {found["limited_by"]}
               {rounded(found["flops_per_step"] / 1e12)} TFLOP for up to {config.data.masks} masks an image: \
-{_seconds(times["compute"])}
-              {_seconds(times["communication"])} of communication, of which \
-{_seconds(times["exposed_communication"])} is not hidden
-              {_seconds(times["decoding"])} of decoding; {busy:,.1f} of {counted(cluster["cpus"], "core")} \
-of each node are busy
+{duration_text(times["compute"])}
+              {duration_text(times["communication"])} of communication, of which \
+{duration_text(times["exposed_communication"])} is not hidden
+              {duration_text(times["decoding"])} of decoding, by {busy:,.1f} of {cluster["cpus"]} cores a node
 time          {duration_text(3600 * hours / found["epochs"])} an epoch, {duration_text(3600 * hours)} the run
 cost          {rounded(found["gpu_hours"])} GPU hours\
 {"" if found["dollars"] is None else f", {rounded(found['dollars'])} dollars"}
-reads         {_size(read)}/s of all nodes, {_size(read / cluster["nodes"])}/s of each
-checkpoints   {found["checkpoints_written"]:,} of {_size(found["checkpoint_bytes"])}; at most {kept} are \
-kept, and one is being written: {_size((kept + 1) * found["checkpoint_bytes"])}
-memory        {_size(memory["peak"])} of tensors on each rank:
-{"".join(f"{'':14}{name:<14}{_size(size):>10}{chr(10)}" for name, size in parts.items())}\
-              {_size(memory["needed"])} of {_size(cluster["gpu_memory"])} with allocator and reserve: \
-{"fits" if found["fits"] else f"does not fit{advice}"}
+reads         {size_text(read)}/s of all nodes, {size_text(read / cluster["nodes"])}/s of each
+checkpoints   {found["checkpoints_written"]:,} of {size_text(found["checkpoint_bytes"])}; at most {kept} are \
+kept, and one is being written: {size_text((kept + 1) * found["checkpoint_bytes"])}
+memory        {size_text(memory["peak"])} of tensors on each rank:
+{"".join(f"{'':14}{name:<14}{size_text(size):>10}{chr(10)}" for name, size in parts.items())}\
+              {size_text(memory["needed"])} of {memory_of_gpu} with allocator and reserve: {fits}
 assumed       --mfu {cluster["mfu"]:.3g}, --tflops {cluster["flops"] / 1e12:,.0f}, \
 --network-gbit {cluster["network"] * 8 / 1e9:,.0f}, --storage-rate {storage}, --cpus {cluster["cpus"]}, \
 --decode-rate {cluster["decode_rate"]:g}, --gpu-memory {cluster["gpu_memory"] / 1e9:g}, \
 --reserved {cluster["reserved"] / 1e9:g}"""
-
-
-def _size(count: float) -> str:
-    return size_text(count, 2)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 0.095 else f"{seconds * 1e3:,.1f} ms"
