@@ -235,7 +235,7 @@ def examine(process: RankProcess, chosen: set[str], quiet: bool) -> Report | Non
     own if it cannot reach the others.
     """
     names, is_single = [name for name in CHECKS if _flag(name) in chosen], process.world_size == 1
-    found, hosts, trouble = list[Finding](), dict[int, str](), list[Finding]()
+    found, hosts, trouble = list[Finding](), list[str](), list[Finding]()
     title = f"1 process on {process.host}" if is_single else f"rank {process.rank} on {process.host}, alone"
     alone = Report(found, title, [process.host])
     if is_single and "rendezvous" in chosen:
@@ -256,24 +256,23 @@ def examine(process: RankProcess, chosen: set[str], quiet: bool) -> Report | Non
     found += _of_rank(process, "rendezvous", trouble)
     if trouble or is_single:
         return alone
-    missing = tuple(rank for rank in range(process.world_size) if rank not in hosts)
+    missing = tuple(rank for rank, host in enumerate(hosts) if not host)
     try:
-        findings = gathered(process, found, hosts, group)
+        findings = gathered(process, found, group)
         findings += [one for one in differences(findings) if _flag(one.check) in chosen]
         findings += [met(process, missing)] if "rendezvous" in chosen else []
         for name in [name for name in names if name in TOGETHER]:
             if missing:
                 findings.append(Finding("skipped", f"{named(missing)} did not answer", FIRST, check=name))
             else:
-                findings += gathered(process, run(process, name, findings, quiet), hosts, group)
+                findings += gathered(process, run(process, name, findings, quiet), group)
     except (RuntimeError, OverdueError) as error:
         figure = f"a rank hangs, or has ended: {' '.join(str(error).split())[:200]}"
         remedy = "Look at the output of the ranks; `py-spy dump --pid` shows where one hangs"
         found.append(Finding("failed", figure, remedy, check="rendezvous"))
         return alone
-    title = f"{process.world_size} ranks on {counted(len({*hosts.values()}), 'host')}"
-    report = Report(findings, title, [hosts.get(rank, "?") for rank in range(process.world_size)])
-    return report if process.rank == 0 else None
+    title = f"{process.world_size} ranks on {counted(len({*filter(None, hosts)}), 'host')}"
+    return Report(findings, title, [host or "?" for host in hosts]) if process.rank == 0 else None
 
 
 def met(process: RankProcess, missing: tuple[int, ...]) -> Finding:
@@ -289,8 +288,8 @@ def _flag(check: str) -> str:
     return check.replace(" ", "-").lower()
 
 
-def meet(process: RankProcess) -> tuple[Any, dict[int, str]]:
-    """The store of the ranks, and the host of each rank that reaches MASTER_ADDR:MASTER_PORT in time."""
+def meet(process: RankProcess) -> tuple[Any, list[str]]:
+    """The store of the ranks, and the host of each, "" if it has not come to MASTER_ADDR in time."""
     if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ValueError
     at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -313,18 +312,18 @@ def meet(process: RankProcess) -> tuple[Any, dict[int, str]]:
         end = time.monotonic() + process.timeout
         while not store.check(keys) and time.monotonic() < end:
             time.sleep(0.05)
-        arrived = [number for number, key in enumerate(keys) if store.check([key])]
-        store.set("hosts", json.dumps({number: store.get(keys[number]).decode() for number in arrived}))
+        arrived = [store.get(key).decode() if store.check([key]) else "" for key in keys]
+        store.set("hosts", json.dumps(arrived))
     store.set_timeout(2 * wait)  # rank 0 may have come later, and waits for others
-    hosts = {int(number): host for number, host in json.loads(store.get("hosts")).items()}
-    if rank not in hosts:
+    hosts: list[str] = json.loads(store.get("hosts"))
+    if not hosts[rank]:
         raise TimeoutError("rank 0 no longer waits for this rank")
     return store, hosts
 
 
-def join(process: RankProcess, store: Any, hosts: dict[int, str]) -> Any:
+def join(process: RankProcess, store: Any, hosts: list[str]) -> Any:
     """Start the process group of the ranks that have met; a gloo group of them."""
-    members, wait = sorted(hosts), timedelta(seconds=process.timeout)
+    members, wait = [rank for rank, host in enumerate(hosts) if host], timedelta(seconds=process.timeout)
     backend = "cpu:gloo,cuda:nccl" if process.device.type == "cuda" else "gloo"
     settings: Any = {"rank": members.index(process.rank), "world_size": len(members), "timeout": wait}
     dist.init_process_group(backend, store=PrefixStore("group", store), **settings)
@@ -334,10 +333,10 @@ def join(process: RankProcess, store: Any, hosts: dict[int, str]) -> Any:
     return group
 
 
-def gathered(process: RankProcess, found: list[Finding], hosts: dict[int, str], group: Any) -> list[Finding]:
+def gathered(process: RankProcess, found: list[Finding], group: Any) -> list[Finding]:
     """The findings of all ranks; RuntimeError names, on rank 0, those that do not answer in time."""
     limit = 12 * (process.timeout / 2 + 4 * process.seconds)  # longer than any check
-    of_all = [found] * len(hosts)
+    of_all = [found] * dist.get_world_size(group)
 
     def work() -> None:
         dist.monitored_barrier(group, timedelta(seconds=limit), wait_all_ranks=True)
