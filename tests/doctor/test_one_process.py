@@ -136,7 +136,7 @@ def test_variables_of_a_launcher_that_contradict_each_other(variables: dict[str,
     assert message in done.stderr
 
 
-def test_ctrl_c_ends_it(root: Path) -> None:
+def test_ctrl_c_prints_what_was_found(root: Path) -> None:
     with Process(
         command(root, "--seconds", 100), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -145,8 +145,10 @@ def test_ctrl_c_ends_it(root: Path) -> None:
                 break
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=PATIENCE)
+        output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
+    assert "interrupted" in output.splitlines()[0]
+    assert "  ok       dataset" in output
     assert "interrupted" in errors
     assert "Traceback" not in errors
 
@@ -197,7 +199,7 @@ GPU = {
 SMI = """#!{python}
 import sys
 (query,) = [word.partition("=")[2].split(",") for word in sys.argv if word.startswith("--query-gpu")]
-names = [name.removeprefix("clocks_event_reasons.") for name in query]
+names = [name.removeprefix({reasons!r} + ".") for name in query]
 if {code} or any(name not in {gpus!r}[0] for name in names):
     print("Unable to determine the device handle" if {code} else f"{{query}} is not a valid field to query.")
     sys.exit({code} or 2)
@@ -206,9 +208,15 @@ for gpu in {gpus!r}:
 """
 
 
-def asked(folder: Path, *gpus: dict[str, str], code: int = 0, visible: str = "") -> list[dict[str, Any]]:
-    """What is found if nvidia-smi says this of the GPUs."""
-    text = SMI.format(python=sys.executable, gpus=gpus, code=code)
+def asked(
+    folder: Path,
+    *gpus: dict[str, str],
+    reasons: str = "clocks_event_reasons",
+    code: int = 0,
+    visible: str = "",
+) -> list[dict[str, Any]]:
+    """What is found if nvidia-smi says this of the GPUs; `reasons`: its name for why a GPU is slowed down."""
+    text = SMI.format(python=sys.executable, gpus=gpus, reasons=reasons, code=code)
     (folder / "nvidia-smi").write_text(text)
     (folder / "nvidia-smi").chmod(0o755)
     return found("GPU state", PATH=f"{folder}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES=visible)
@@ -230,9 +238,10 @@ def test_the_state_of_a_gpu(
     assert one["figure"].startswith("GPU 0 (NVIDIA H100, GPU-aaa): ")
 
 
-def test_a_good_gpu_and_those_of_other_jobs(tmp_path: Path) -> None:
+def test_a_good_gpu_those_of_other_jobs_and_an_older_driver(tmp_path: Path) -> None:
     broken = GPU | {"index": "1", "uuid": "GPU-bbb", "ecc.errors.uncorrected.volatile.total": "7"}
     assert [one["state"] for one in asked(tmp_path, GPU)] == ["ok"]
+    assert [one["state"] for one in asked(tmp_path, GPU, reasons="clocks_throttle_reasons")] == ["ok"]
     for visible, states in (("", ["failed"]), ("0", ["ok"]), ("GPU-b", ["failed"])):
         assert [one["state"] for one in asked(tmp_path, GPU, broken, visible=visible)] == states
 

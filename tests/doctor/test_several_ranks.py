@@ -130,6 +130,7 @@ def test_datasets_that_differ(root: Path, tmp_path: Path) -> None:
     rows = [row for row in text.splitlines() if row.startswith("  FAILED   dataset")]
     assert any("missing: no dataset there" in row and f"[rank 2 on {HOST}]" in row for row in rows)
     assert any("digest " in row and "on rank" in row for row in rows)
+    assert f"If other machines have this dataset: mount their file system on {HOST}, copy it" in text
 
 
 def test_torchrun(root: Path, tmp_path: Path) -> None:

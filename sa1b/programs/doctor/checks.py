@@ -223,19 +223,19 @@ def run(process: RankProcess, name: str, before: list[Finding], quiet: bool) -> 
         remedy = "A file system, a store or a driver does not answer: look at `df`, `mount` and `dmesg`"
         findings = [Finding("failed", f"did not end within {limit:g} s", remedy)]
     except (Sa1bError, OSError) as error:
-        findings = [machine.fault_of(error, process)]
+        findings = [machine.fault_of(error, process, name)]
     except Exception as error:
         figure = f"the check ended by {type(error).__name__}: {error}".splitlines()[0]
         findings = [Finding("failed", figure, "Report this with the output of --json")]
     return _of_rank(process, name, findings)
 
 
-def examine(process: RankProcess, chosen: set[str], quiet: bool) -> Report | None:
+def examine(process: RankProcess, chosen: set[str], found: list[Finding], quiet: bool) -> Report | None:
     """Run the chosen checks, on every rank. Rank 0 returns the findings of all, another rank None, or its
-    own if it cannot reach the others.
+    own if it cannot reach the others. `found` gets the findings of this rank.
     """
     names, is_single = [name for name in CHECKS if _flag(name) in chosen], process.world_size == 1
-    found, hosts, trouble = list[Finding](), list[str](), list[Finding]()
+    hosts, trouble = list[str](), list[Finding]()
     title = f"1 process on {process.host}" if is_single else f"rank {process.rank} on {process.host}, alone"
     alone = Report(found, title, [process.host])
     if is_single and "rendezvous" in chosen:

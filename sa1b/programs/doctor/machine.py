@@ -33,6 +33,7 @@ from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.recipe import step_flops
 from sa1b.shards.dataset import Dataset, check_images
+from sa1b.shards.manifest import DATASET
 from sa1b.storage.atomic import nearest_existing
 from sa1b.storage.errors import UnavailableError
 from sa1b.storage.local import OPEN_FILES
@@ -116,11 +117,13 @@ def gpu_state(process: RankProcess) -> Findings:
         yield Finding("skipped", why, "Add the folder of nvidia-smi to PATH if there are GPUs")
     if program is None or process.local_rank > 0:
         return
-    query = "--query-gpu=index,uuid,name,ecc.errors.uncorrected.volatile.total,memory.used,"
-    query += "clocks_event_reasons.hw_slowdown"
-    words = [program, query, "--format=csv,noheader,nounits"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode:
+    query = "--query-gpu=index,uuid,name,ecc.errors.uncorrected.volatile.total,memory.used,{}.hw_slowdown"
+    for reasons in ("clocks_event_reasons", "clocks_throttle_reasons"):  # the second one before driver 535
+        words = [program, query.format(reasons), "--format=csv,noheader,nounits"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+        if done.returncode == 0:
+            break
+    else:
         text = (done.stderr or done.stdout or f"exit code {done.returncode}").splitlines()[0]
         remedy = "Reboot the node, or drain it: the driver or a GPU does not answer (dmesg | grep -i xid)"
         yield Finding("failed", f"nvidia-smi fails: {text}", remedy)
@@ -263,7 +266,7 @@ def dataset(process: RankProcess) -> Findings:
     yield Finding("warning" if lacks else "ok", figure, "Run reshard again, or train without them", values)
 
 
-def fault_of(error: Exception, process: RankProcess) -> Finding:
+def fault_of(error: Exception, process: RankProcess, check: str) -> Finding:
     """The finding of a check that ended with an expected error, whose message ends with the remedy."""
     if isinstance(error, UnavailableError):
         figure = f"{error.url or process.root}: unavailable for {process.timeout / 2:g} s: {error.last_error}"
@@ -271,6 +274,10 @@ def fault_of(error: Exception, process: RankProcess) -> Finding:
     else:
         figure, _, remedy = str(error).replace("\n", " ").partition("; ")
         remedy = remedy[:1].upper() + remedy[1:] or "Check the path, its permissions and the network"
+    is_folder = check == "dataset" and "://" not in (root := process.root or "")
+    if is_folder and process.world_size > 1 and not Path(root, DATASET).exists():
+        others = f"mount their file system on {process.host}, copy it there (sa1b copy), or name a URL"
+        remedy = f"If other machines have this dataset: {others}. If none has: {remedy}"
     return Finding("failed", figure, remedy)
 
 

@@ -17,7 +17,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b.arguments import Range
-from sa1b.console import loading
+from sa1b.console import exit_code_of, loading
 from sa1b.errors import UsageError
 from sa1b.report import present
 from sa1b.sources.path_arguments import takes_endpoint
@@ -71,13 +71,21 @@ def main(
         raise UsageError(f"--preset {preset}: must be one of {', '.join(PRESETS)}")
     settings: dict[str, Any] = {"seconds": seconds, "timeout": timeout, "rate": rate, "preset": preset}
     process = RankProcess.of_this_process(root=root, out=out, **settings)
-    if kernels:
-        report: Report | None = Report([*compared_kernels(process)], f"rank {process.rank} on {process.host}")
-    else:
-        report = examine(process, {*(only or get_args(Name))} - {*skip}, quiet=json_output)
+    title, found, code = f"rank {process.rank} on {process.host}", list[Any](), 0
+    report: Report | None = None
+    try:
+        if kernels:
+            report = Report([*compared_kernels(process)], title)
+        else:
+            report = examine(process, {*(only or get_args(Name))} - {*skip}, found, quiet=json_output)
+    except KeyboardInterrupt as interrupted:
+        if not json_output and process.rank == 0:
+            print(Report(found, f"{title}, interrupted").table())
+        code = exit_code_of(interrupted)
     if report is not None:  # otherwise rank 0 prints the findings of this rank
         present(report, json_output)
+        code = report.exit_code()
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of torch that outlive the interpreter may abort it, and a check that hangs has threads too.
-    os._exit(report.exit_code() if report else 0)
+    os._exit(code)
