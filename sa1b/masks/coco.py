@@ -38,28 +38,17 @@ from sa1b.masks import geometry, pixel_kernels, string_kernels
 from sa1b.masks.raster import rasterize
 from sa1b.masks.runs import MaskError, Runs, check_size, chosen_indices
 
-REASONS = (
-    "valid",
-    "bad_character",
-    "cut_number",
-    "number_too_long",
-    "negative_run",
-    "run_overflow",
-    "sum_mismatch",
-    "wrong_type",
-)
-WRONG_TYPE = REASONS.index("wrong_type")
-
-MESSAGES = (
-    "",
-    "a character of its string lies outside 48..111",
-    "its string ends inside a number",
-    f"a number of its string has more than {string_kernels.MAX_CHARACTERS} characters",
-    "a run is negative",
-    "a run goes beyond the last of {height} x {width} pixels",
-    "its runs end before the last of {height} x {width} pixels",
-    "its string is neither str nor bytes",
-)
+_MESSAGES = {
+    "valid": "",
+    "bad_character": "a character of its string lies outside 48..111",
+    "cut_number": "its string ends inside a number",
+    "number_too_long": f"a number of its string has more than {string_kernels.MAX_CHARACTERS} characters",
+    "negative_run": "a run is negative",
+    "run_overflow": "a run goes beyond the last of {height} x {width} pixels",
+    "sum_mismatch": "its runs end before the last of {height} x {width} pixels",
+    "wrong_type": "its string is neither str nor bytes",
+}
+REASONS = tuple(_MESSAGES)  # by the code of a verdict
 
 Text = npt.NDArray[np.uint8]
 
@@ -81,7 +70,7 @@ def decode(strings: Sequence[str | bytes], height: int, width: int) -> Runs:
     runs, verdicts = parse(text, lengths, height, width)
     raise_first(verdicts, height, width)
     if wrong is not None:
-        raise MaskError(wrong, REASONS[WRONG_TYPE], MESSAGES[WRONG_TYPE])
+        raise MaskError(wrong, "wrong_type", _MESSAGES["wrong_type"])
     return runs
 
 
@@ -97,23 +86,14 @@ def decode_joined(
         ValueError: type or shape of `buffer` or `lengths` is wrong, or the lengths do not fit the buffer.
     """
     height, width = check_size(height, width)
-    if isinstance(buffer, np.ndarray):
-        if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
-            raise BadValue(
-                f"buffer must be contiguous uint8 [bytes], got {buffer.dtype} {list(buffer.shape)}"
-            )
-        text = buffer
-    else:
-        text = np.frombuffer(buffer, np.uint8)
+    text = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
+    if text.dtype != np.uint8 or text.ndim != 1 or not text.flags.c_contiguous:
+        raise BadValue(f"buffer must be contiguous uint8 [bytes], got {text.dtype} {list(text.shape)}")
     sizes = np.asarray(lengths)
-    if sizes.ndim != 1 or (sizes.size and not np.issubdtype(sizes.dtype, np.integer)):
-        raise BadValue(f"lengths must be integers [N], got {sizes.dtype} {list(sizes.shape)}")
-    if sizes.size and (sizes.min() < 0 or sizes.max() > len(text)):
-        raise BadValue(f"lengths must lie between 0 and the {len(text)} bytes of the buffer")
-    sizes = sizes.astype(np.int64)
-    if sizes.sum() != len(text):
-        raise BadValue(f"lengths must add up to the {len(text)} bytes of the buffer, got {sizes.sum()}")
-    runs, verdicts = parse(text, sizes, height, width)
+    fits = sizes.ndim == 1 and (not sizes.size or np.issubdtype(sizes.dtype, np.integer))
+    if not fits or (sizes < 0).any() or (sizes > len(text)).any() or sizes.sum() != len(text):
+        raise BadValue(f"lengths must be integers from 0 that add up to the {len(text)} bytes of the buffer")
+    runs, verdicts = parse(text, sizes.astype(np.int64), height, width)
     raise_first(verdicts, height, width)
     return runs
 
@@ -141,7 +121,7 @@ def reasons(strings: Sequence[str | bytes], height: int, width: int) -> list[str
     text, lengths, wrong = join(strings)
     verdicts = [REASONS[code] for code in parse(text, lengths, height, width)[1]]
     if wrong is not None:
-        verdicts.append(REASONS[WRONG_TYPE])
+        verdicts.append("wrong_type")
         verdicts.extend(reasons(strings[wrong + 1 :], height, width))
     return verdicts
 
@@ -210,8 +190,8 @@ def raise_first(verdicts: npt.NDArray[np.uint8], height: int, width: int) -> Non
     """MaskError for the first mask that is not valid."""
     if verdicts.any():
         mask = int(np.flatnonzero(verdicts)[0])
-        code = int(verdicts[mask])
-        raise MaskError(mask, REASONS[code], MESSAGES[code].format(height=height, width=width))
+        reason = REASONS[verdicts[mask]]
+        raise MaskError(mask, reason, _MESSAGES[reason].format(height=height, width=width))
 
 
 MAX_LENGTH = 838_861  # pixels, of the lines of one mask: 100 bytes for each fifth of a pixel

@@ -10,7 +10,7 @@ four logits here. 16 masks of 4 % of an image of 2250 x 1500 take 41 ms with the
 `at_source` and `Runs.from_pixels` take 655 ms (`pytest benchmarks -k logits`).
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -108,16 +108,11 @@ def fill_axes(
     rows, columns = axes
     masks = np.arange(len(runs), dtype=np.int64) if select is None else runs.indices(select)
     shape = (len(masks), rows.target, columns.target)
-    if out is None:
-        if np.dtype(dtype) not in (np.dtype(np.uint8), np.dtype(np.bool_)):
-            raise BadValue(f"dtype must be uint8 or bool, got {np.dtype(dtype)}")
-        out = np.empty(shape, dtype)
-    elif out.shape != shape:
-        raise BadValue(f"out must have shape {list(shape)}, got {list(out.shape)}")
-    elif out.dtype not in (np.dtype(np.uint8), np.dtype(np.bool_)):
-        raise BadValue(f"out must be uint8 or bool, got {out.dtype}")
-    elif not out.flags.c_contiguous or not out.flags.writeable:
-        raise BadValue("out must be C-contiguous and writeable")
+    out = np.empty(shape, dtype) if out is None else out
+    if out.dtype not in (np.dtype(np.uint8), np.dtype(np.bool_)):
+        raise BadValue(f"dtype of dense masks must be uint8 or bool, got {out.dtype}")
+    if out.shape != shape or not out.flags.c_contiguous:
+        raise BadValue(f"out must be C-contiguous {list(shape)}, got {list(out.shape)}")
     if boxes is None:
         boxes = np.tile([0, rows.target, 0, columns.target], (len(masks), 1))
     elif boxes.shape != (len(masks), 4) or boxes.dtype != np.int64:
@@ -161,17 +156,13 @@ def painted(runs: Runs, most: float = np.inf) -> tuple[npt.NDArray[np.int32], np
 Logits = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LogitAxis:
+class LogitAxis(NamedTuple):
     """How the pixels of an image read logits along one axis."""
 
     reads: npt.NDArray[np.int64]  # [n, 4], the logits that each pixel reads, in ascending order
     weights: npt.NDArray[np.float32]  # [n, 4], which add up to 1
     starts: npt.NDArray[np.int64]  # [R], for each logit the first pixel that reads it or a later one
     stops: npt.NDArray[np.int64]  # [R], for each logit the end of the pixels that read it or an earlier one
-
-    def __len__(self) -> int:
-        return len(self.reads)
 
 
 def logit_axis(length: int, taken: int, image_size: int, side: int) -> LogitAxis:
@@ -194,11 +185,11 @@ def logit_axis(length: int, taken: int, image_size: int, side: int) -> LogitAxis
 
 def areas(logits: Logits, rows: LogitAxis, columns: LogitAxis, offset: float) -> npt.NDArray[np.int64]:
     """Pixels of each mask above 0, `offset` and -`offset`: int64 [M, 3], from logits float32 [M, R, R]."""
-    counts = np.empty((len(logits), 3), np.int64)
-    every = np.arange(len(logits), dtype=np.int64)
-    image = (len(rows), len(columns))
-    buffers = (counts, np.empty(0, np.uint32), np.empty(len(logits) + 1, np.int64))
-    _enlarge(logits, every, rows, columns, image=image, offset=offset, buffers=buffers)
+    counts, every = np.empty((len(logits), 3), np.int64), np.arange(len(logits), dtype=np.int64)
+    image = len(rows.reads), len(columns.reads)
+    out = np.empty(0, np.uint32), np.empty(len(logits) + 1, np.int64)  # the runs are only counted
+    values = np.ascontiguousarray(logits, np.float32)
+    pixel_kernels.enlarge(values, every, *rows, *columns, 0, 0, *image, float(offset), counts, *out)
     return counts
 
 
@@ -217,58 +208,21 @@ def runs_of_logits(
     `Runs.select`. `position` is x and y of the enlarged logits in the `image`, height and width, if they are
     of a crop; ValueError if the crop is not inside.
     """
-    height, width = (len(rows), len(columns)) if image is None else check_size(*image)
+    size = len(rows.reads), len(columns.reads)
+    height, width = size if image is None else check_size(*image)
     x, y = position
-    if x < 0 or y < 0 or x + len(columns) > width or y + len(rows) > height:
+    if x < 0 or y < 0 or x + size[1] > width or y + size[0] > height:
         raise BadValue(
-            f"crop at x {x}, y {y}, {len(columns)} wide, {len(rows)} high must be inside the image of "
+            f"crop at x {x}, y {y}, {size[1]} wide, {size[0]} high must be inside the image of "
             f"{height} x {width} pixels (height x width)"
         )
-    chosen = chosen_indices(select, len(logits))
-    counts = np.empty((len(chosen), 3), np.int64)
-    offsets = np.empty(len(chosen) + 1, np.int64)
+    values, chosen = np.ascontiguousarray(logits, np.float32), chosen_indices(select, len(logits))
+    areas, offsets = np.empty((len(chosen), 3), np.int64), np.empty(len(chosen) + 1, np.int64)
     out = np.empty(0, np.uint32)
     for _ in range(2):  # the first pass counts the runs
-        _enlarge(
-            logits,
-            chosen,
-            rows,
-            columns,
-            position=position,
-            image=(height, width),
-            buffers=(counts, out, offsets),
-        )
+        pixel_kernels.enlarge(values, chosen, *rows, *columns, x, y, height, width, 0.0, areas, out, offsets)
         out = np.empty(offsets[-1], np.uint32) if not len(out) else out
     return Runs(out, offsets, height, width)
-
-
-def _enlarge(
-    logits: Logits,
-    chosen: npt.NDArray[np.int64],
-    rows: LogitAxis,
-    columns: LogitAxis,
-    *,
-    image: tuple[int, int],
-    buffers: tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32], npt.NDArray[np.int64]],
-    position: tuple[int, int] = (0, 0),
-    offset: float = 0.0,
-) -> None:
-    """See `pixel_kernels.enlarge`; `buffers` are its areas, out and out_offsets."""
-    counts, out, offsets = buffers
-    of_rows = (rows.reads, rows.weights, rows.starts, rows.stops)
-    of_columns = (columns.reads, columns.weights, columns.starts, columns.stops)
-    pixel_kernels.enlarge(
-        np.ascontiguousarray(logits, np.float32),
-        chosen,
-        *of_rows,
-        *of_columns,
-        *position,
-        *image,
-        float(offset),
-        counts,
-        out,
-        offsets,
-    )
 
 
 def _bilinear(source: int, target: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:

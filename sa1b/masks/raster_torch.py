@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sa1b.arguments import BadValue
 from sa1b.masks.runs import check_size
 
 Size = int | Tensor
@@ -57,10 +56,9 @@ def rasterize(
 
     Raises:
         SizeError: height or width is not a valid image size.
-        ValueError: shape, type, layout or device of an argument is wrong.
     """
     height, width = check_size(height, width)
-    source = sources(offsets, source_height, source_width).to(runs.device, non_blocking=True)
+    source = _sources(offsets, source_height, source_width)
     axes = [(target, source[i], 2 * target) for i, target in enumerate((height, width))]
     return _fill(runs, offsets, source, axes, flip, out, dtype)
 
@@ -92,12 +90,9 @@ def rasterize_frame(
 
     Raises:
         SizeError: image_size or size is not a valid image size.
-        ValueError: shape, type, layout or device of an argument is wrong.
     """
     image_size, size = check_size(image_size, size)
-    source = sources(offsets, source_height, source_width).to(runs.device, non_blocking=True)
-    if taken is not None and (taken.shape != (source.shape[1], 2) or taken.is_floating_point()):
-        raise BadValue(f"taken must be integers [{source.shape[1]}, 2], got {list(taken.shape)}")
+    source = _sources(offsets, source_height, source_width)
     taken = framed_sizes(source.T, image_size) if taken is None else taken.to(source)
     axes = [(size, image_size * source[i], 2 * size * taken[:, i, None]) for i in range(2)]
     return _fill(runs, offsets, source, axes, flip, out, dtype)
@@ -155,22 +150,16 @@ def first_target(source: "Any", numerator: "Any", denominator: "Any") -> "Any":
     return (source * denominator + numerator - 1) // (2 * numerator)
 
 
-def sources(offsets: Tensor, height: Size, width: Size) -> Tensor:
-    """Height and width of every mask's image, int64 [2, N], on the CPU."""
-    count = offsets.numel() - 1
-    sizes = []
-    for name, value in (("source_height", height), ("source_width", width)):
-        if isinstance(value, Tensor):
-            if value.shape != (count,) or value.is_floating_point():
-                raise BadValue(f"{name} must be an integer or integers [{count}], got {list(value.shape)}")
-            sizes.append(value.to("cpu", torch.int64))
-        else:
-            sizes.append(torch.full((count,), value, dtype=torch.int64))
-    both = torch.stack(sizes)
-    if count:
-        check_size(int(both.amin()), 1)
-        check_size(int((both[0] * both[1]).amax()), 1)
-    return both
+def of_masks(value: Size | Flip, offsets: Tensor) -> Tensor:
+    """A value for each mask, [N], on the device of the offsets."""
+    if not isinstance(value, Tensor):
+        value = torch.full((), value, device=offsets.device)
+    return value.to(offsets.device, non_blocking=True).expand(offsets.numel() - 1)
+
+
+def _sources(offsets: Tensor, height: Size, width: Size) -> Tensor:
+    """Height and width of every mask's image, int64 [2, N]."""
+    return torch.stack([of_masks(size, offsets).long() for size in (height, width)])
 
 
 def _fill(
@@ -184,10 +173,9 @@ def _fill(
 ) -> Tensor:
     """Dense masks of images of the sizes `source`, int64 [2, N]; `axes`: their rows and their columns."""
     device, count, (height, width) = runs.device, source.shape[1], (pixels for pixels, *_ in axes)
-    if runs.ndim != 1 or runs.is_floating_point() or offsets.dtype != torch.int64 or offsets.device != device:
-        raise BadValue("runs must be integers [R] and offsets int64 [N + 1], on the same device")
-    mirror = flips(flip, count, device)
-    out = buffer((count, height, width), out, dtype, device)
+    mirror = of_masks(flip, offsets)
+    if out is None:
+        out = torch.empty((count, height, width), dtype=dtype, device=device)
     rows, columns = (
         source_pixel(torch.arange(pixels, device=device), numerator[:, None], denominator)
         for pixels, numerator, denominator in axes
@@ -204,30 +192,4 @@ def _fill(
         ended = torch.searchsorted(ends, pixels, right=True, out_int32=True)
         ended -= offsets[:-1][part, None, None]
         out[part] = ended.bitwise_and_(1).bitwise_and_(inside[part])
-    return out
-
-
-def flips(flip: Flip, count: int, device: torch.device) -> Tensor:
-    """The flip of every mask, bool [N] on the device."""
-    if not isinstance(flip, Tensor):
-        return torch.full((count,), bool(flip), device=device)
-    if flip.shape != (count,) or flip.dtype != torch.bool:
-        raise BadValue(f"flip must be a bool or bool [{count}], got {flip.dtype} {list(flip.shape)}")
-    return flip.to(device, non_blocking=device.type != "cpu")
-
-
-def buffer(
-    shape: tuple[int, int, int], out: Tensor | None, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """`out` if it fits, or a new tensor."""
-    if out is None:
-        if dtype not in DTYPES:
-            raise BadValue(f"dtype must be torch.uint8, bool, bfloat16 or float32, got {dtype}")
-        return torch.empty(shape, dtype=dtype, device=device)
-    if out.shape != shape:
-        raise BadValue(f"out must have shape {list(shape)}, got {list(out.shape)}")
-    if out.dtype not in DTYPES:
-        raise BadValue(f"out must be uint8, bool, bfloat16 or float32, got {out.dtype}")
-    if out.device != device or not out.is_contiguous():
-        raise BadValue(f"out must be contiguous and on {device}")
     return out

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sa1b.arguments import BadValue
 from sa1b.masks import raster_torch
-from sa1b.masks.raster_torch import Flip, Size, buffer, flips, sources
+from sa1b.masks.raster_torch import Flip, Size, of_masks
 from sa1b.masks.runs import check_size
 
 try:
@@ -265,9 +265,7 @@ def rasterize_frame(
     """Masks in the padded square, as by `raster_torch.rasterize_frame`; raises the errors of `rasterize`."""
     image_size, size = check_size(image_size, size)
     if taken is not None:
-        if taken.shape != (offsets.numel() - 1, 2) or taken.is_floating_point():
-            raise BadValue(f"taken must be integers [{offsets.numel() - 1}, 2], got {list(taken.shape)}")
-        taken = taken.to(runs.device, non_blocking=True).contiguous()
+        taken = taken.to(runs.device, non_blocking=True).expand(offsets.numel() - 1, 2).contiguous()
     source = (source_height, source_width)
     return launch(
         runs, offsets, source, image_size, taken, target=(size, size), flip=flip, out=out, dtype=dtype
@@ -295,13 +293,20 @@ def launch(
     if (2 * max(target) + 1) * (image_size or 1) >= 2**31:  # products fit int64
         raise BadValue(f"masks at {height} x {width} pixels: too large for int64; use smaller sizes")
     count, runs, offsets = offsets.numel() - 1, runs.contiguous(), offsets.contiguous()
-    sizes = source_sizes(offsets, *source)
-    mirror: Size = (
-        int(flip)
-        if not isinstance(flip, Tensor)
-        else flips(flip, count, device).contiguous().view(torch.uint8)
-    )
-    out = buffer((count, height, width), out, dtype, device)
+    heights, widths = source
+    if isinstance(heights, Tensor) or isinstance(widths, Tensor):
+        heights, widths = (of_masks(size, offsets).contiguous() for size in source)
+    else:
+        check_size(heights, widths)
+    is_one = not isinstance(flip, Tensor)
+    mirror: Size = int(flip) if is_one else of_masks(flip, offsets).bool().contiguous().view(torch.uint8)
+    shape = (count, height, width)
+    out = torch.empty(shape, dtype=dtype, device=device) if out is None else out
+    if out.shape != shape or out.dtype not in ONES or out.device != device or not out.is_contiguous():
+        raise BadValue(
+            f"out must be contiguous {list(shape)} of uint8, bool, bfloat16 or float32 on {device}, "
+            f"got {out.dtype} {list(out.shape)}"
+        )
     if count == 0:
         return out
 
@@ -312,7 +317,8 @@ def launch(
     programs = -(-height // rows) * -(-width // columns)
     tiling = {"ROWS": rows, "STEP": step, "COLUMNS": columns, "ONE": ONES[out.dtype], "num_warps": WARPS}
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        keys, places = measured(runs, offsets, sizes, taken, mirror, (image_size or 0, height, width))
+        frame = (image_size or 0, height, width)
+        keys, places = measured(runs, offsets, (heights, widths), taken, mirror, frame)
         fill[(count * programs,)](offsets, places, keys, pixels, height, width, programs, **tiling)
     return out
 
@@ -338,20 +344,3 @@ def measured(
     first = 0 if taken is None else taken
     measure_masks[(len(places),)](runs, offsets, *sizes, first, mirror, keys, places, *target, **reading)
     return keys, places
-
-
-def source_sizes(offsets: Tensor, height: Size, width: Size) -> tuple[Size, Size]:
-    """Height and width of every mask's image: two ints, or two integer tensors [N] on the device."""
-    if not isinstance(height, Tensor) and not isinstance(width, Tensor):
-        return check_size(height, width)
-    count, device = offsets.numel() - 1, offsets.device
-    if not any(isinstance(value, Tensor) and value.device == device for value in (height, width)):
-        both = sources(offsets, height, width).to(device, non_blocking=True)
-        return both[0], both[1]
-    tensors = []
-    for name, value in (("source_height", height), ("source_width", width)):
-        sizes = value if isinstance(value, Tensor) else torch.full((count,), value, device=device)
-        if sizes.shape != (count,) or sizes.is_floating_point():
-            raise BadValue(f"{name} must be an integer or integers [{count}], got {list(sizes.shape)}")
-        tensors.append(sizes.to(device, non_blocking=True).contiguous())
-    return tensors[0], tensors[1]

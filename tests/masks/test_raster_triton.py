@@ -84,12 +84,6 @@ def test_plain_torch_flips_and_takes_every_dtype(masks, height, width, dtype, da
             np.testing.assert_array_equal(got.float(), batch.expected(name, (height, width), chosen))
 
 
-def test_a_wrong_flip_is_named():
-    for flip in (torch.zeros(2, dtype=torch.bool), torch.zeros(1)):
-        with pytest.raises(ValueError, match=r"flip must be a bool or bool \[1\], got"):
-            raster_torch.rasterize(torch.tensor([3, 9]), torch.tensor([0, 2]), 3, 4, 3, 4, flip=flip)
-
-
 # The tests below need a GPU and run compiled kernels.
 
 
