@@ -67,11 +67,9 @@ def decode(strings: Sequence[str | bytes], height: int, width: int) -> Runs:
     """
     height, width = check_size(height, width)
     text, lengths, wrong = join(strings)
-    runs, verdicts = parse(text, lengths, height, width)
-    raise_first(verdicts, height, width)
-    if wrong is not None:
-        raise MaskError(wrong, "wrong_type", _MESSAGES["wrong_type"])
-    return runs
+    runs, verdicts = _parse(text, lengths, height, width)
+    verdicts[wrong] = REASONS.index("wrong_type")
+    return _decoded(runs, verdicts)
 
 
 def decode_joined(
@@ -93,9 +91,7 @@ def decode_joined(
     fits = sizes.ndim == 1 and (not sizes.size or np.issubdtype(sizes.dtype, np.integer))
     if not fits or (sizes < 0).any() or (sizes > len(text)).any() or sizes.sum() != len(text):
         raise BadValue(f"lengths must be integers from 0 that add up to the {len(text)} bytes of the buffer")
-    runs, verdicts = parse(text, sizes.astype(np.int64), height, width)
-    raise_first(verdicts, height, width)
-    return runs
+    return _decoded(*_parse(text, sizes.astype(np.int64), height, width))
 
 
 def decode_selected(
@@ -109,21 +105,16 @@ def decode_selected(
         raise BadValue(f"lengths must add up to the {len(text)} bytes of the text, got {total}")
     chosen_lengths = lengths[chosen].astype(np.int64)
     starts = ends[chosen] - chosen_lengths
-    # The characters are an upper bound for the runs; counting the runs would take longer.
-    runs, verdicts = _parse(text, starts, chosen_lengths, height, width, most=int(chosen_lengths.sum()))
-    raise_first(verdicts, height, width)
-    return runs
+    return _decoded(*_parse(text, chosen_lengths, height, width, starts))
 
 
 def reasons(strings: Sequence[str | bytes], height: int, width: int) -> list[str]:
     """The reason of each mask of an image, "valid" if it decodes; SizeError: see `decode`."""
     height, width = check_size(height, width)
     text, lengths, wrong = join(strings)
-    verdicts = [REASONS[code] for code in parse(text, lengths, height, width)[1]]
-    if wrong is not None:
-        verdicts.append("wrong_type")
-        verdicts.extend(reasons(strings[wrong + 1 :], height, width))
-    return verdicts
+    _, verdicts = _parse(text, lengths, height, width)
+    verdicts[wrong] = REASONS.index("wrong_type")
+    return [REASONS[code] for code in verdicts]
 
 
 def encode(runs: Runs) -> list[bytes]:
@@ -136,49 +127,39 @@ def encode_joined(runs: Runs) -> tuple[Text, npt.NDArray[np.int64]]:
     return string_kernels.encode_joined(runs.runs, runs.offsets)
 
 
-def join(strings: Sequence[str | bytes]) -> tuple[Text, npt.NDArray[np.int64], int | None]:
-    """The bytes and lengths of all strings before the first of a wrong type, and its index or None."""
+def join(strings: Sequence[str | bytes]) -> tuple[Text, npt.NDArray[np.int64], list[int]]:
+    """The bytes and lengths of all strings, and the indices of those of a wrong type, which have none."""
     kinds = set(map(type, strings))
-    wrong = None
-    parts: Sequence[bytes]
+    parts, wrong = cast("Sequence[bytes]", strings), list[int]()
     if kinds <= {str} and (text := "".join(cast("Sequence[str]", strings))).isascii():
         lengths = np.fromiter(map(len, strings), np.int64, len(strings))
-        return np.frombuffer(text.encode("ascii"), np.uint8), lengths, None
-    if kinds <= {bytes}:
-        parts = cast("Sequence[bytes]", strings)
-    else:
-        parts = []
-        for index, string in enumerate(strings):
-            if isinstance(string, str):
-                parts.append(bytes(min(ord(character), 255) for character in string))
-            elif isinstance(string, bytes):
-                parts.append(string)
-            else:
-                wrong = index
-                break
+        return np.frombuffer(text.encode("ascii"), np.uint8), lengths, wrong
+    if not kinds <= {bytes}:
+        wrong = [index for index, string in enumerate(strings) if not isinstance(string, str | bytes)]
+        parts = [
+            bytes(min(ord(character), 255) for character in string)
+            if isinstance(string, str)
+            else (string if isinstance(string, bytes) else b"")
+            for string in strings
+        ]
     lengths = np.fromiter(map(len, parts), np.int64, len(parts))
     return np.frombuffer(b"".join(parts), np.uint8), lengths, wrong
 
 
-def parse(
-    text: Text, lengths: npt.NDArray[np.int64], height: int, width: int
-) -> tuple[Runs, npt.NDArray[np.uint8]]:
-    """Runs of all masks, and the verdict on each; a mask that does not decode has no runs."""
-    return _parse(
-        text, np.cumsum(lengths) - lengths, lengths, height, width, most=string_kernels.count_numbers(text)
-    )
-
-
 def _parse(
     text: Text,
-    starts: npt.NDArray[np.int64],
     lengths: npt.NDArray[np.int64],
     height: int,
     width: int,
-    *,
-    most: int,
+    starts: npt.NDArray[np.int64] | None = None,
 ) -> tuple[Runs, npt.NDArray[np.uint8]]:
-    """Runs and verdicts of strings anywhere in the text; `most`: upper bound of runs."""
+    """Runs of masks, and the verdict on each; a mask that does not decode has no runs. `starts`: of strings
+    anywhere in the text.
+    """
+    if starts is None:
+        starts, most = np.cumsum(lengths) - lengths, string_kernels.count_numbers(text)
+    else:
+        most = int(lengths.sum())  # an upper bound for the runs; counting them would take longer
     runs = np.empty(most, np.uint32)
     offsets = np.empty(len(lengths) + 1, np.int64)
     verdicts = np.empty(len(lengths), np.uint8)
@@ -186,12 +167,13 @@ def _parse(
     return Runs(runs[: offsets[-1]], offsets, height, width), verdicts
 
 
-def raise_first(verdicts: npt.NDArray[np.uint8], height: int, width: int) -> None:
-    """MaskError for the first mask that is not valid."""
+def _decoded(runs: Runs, verdicts: npt.NDArray[np.uint8]) -> Runs:
+    """The runs; MaskError for the first mask that is not valid."""
     if verdicts.any():
         mask = int(np.flatnonzero(verdicts)[0])
         reason = REASONS[verdicts[mask]]
-        raise MaskError(mask, reason, _MESSAGES[reason].format(height=height, width=width))
+        raise MaskError(mask, reason, _MESSAGES[reason].format(height=runs.height, width=runs.width))
+    return runs
 
 
 MAX_LENGTH = 838_861  # pixels, of the lines of one mask: 100 bytes for each fifth of a pixel

@@ -101,7 +101,7 @@ def resize(runs: Runs, height: int, width: int) -> Runs:
         SizeError: height or width is not a valid image size.
     """
     rows, columns = grid.resized((runs.height, runs.width), (height, width))
-    return remap(runs, columns.sources(), rows.firsts(), rows.target)
+    return remap(runs, columns.sources(), grid.firsts(rows), rows.target)
 
 
 def frame(runs: Runs, image_size: int, size: int, taken: tuple[int, int] | None = None) -> Runs:
@@ -124,7 +124,7 @@ def frame(runs: Runs, image_size: int, size: int, taken: tuple[int, int] | None 
         ValueError: `taken` does not fit into the square.
     """
     rows, columns = grid.framed((runs.height, runs.width), image_size, size, taken)
-    return remap(runs, columns.sources(), rows.firsts(), rows.target)
+    return remap(runs, columns.sources(), grid.firsts(rows), rows.target)
 
 
 def remap(
@@ -207,11 +207,8 @@ def uniform_point(runs: Runs, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.i
 def boxes_and_points(
     runs: Runs, words: npt.NDArray[np.uint64], scale: tuple[float, float]
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """The box, a random point and the area of each mask, scaled; in one call, for the speed of the loader.
-
-    The values are those of `bbox_sa1b` as x0, y0, x1, y1, `uniform_point` (negative for an empty
-    mask) and `area`: float32 [N, 4], float32 [N, 2] and int64 [N]. `scale` has the factors on x and
-    y, after 0.5 is added to the index of a pixel.
+    """`bbox_sa1b` as x0, y0, x1, y1, `uniform_point` and `area` of each mask in one call, for the speed of
+    the loader. To indices of pixels 0.5 is added; then they are multiplied by `scale`, factors on x and y.
     """
     words = _checked(runs, words)
     count = len(runs)

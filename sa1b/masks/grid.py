@@ -50,16 +50,10 @@ class Axis:
         sources = centres * self.numerator // self.denominator
         return np.where(sources < self.source, sources, -1)
 
-    def firsts(self) -> npt.NDArray[np.int64]:
-        """Number of target pixels that read a source pixel before each one, int64 [source + 1], read-only.
-
-        Source pixel s is read by the target pixels firsts[s] <= d < firsts[s + 1].
-        """
-        return firsts(self)
-
 
 @lru_cache(maxsize=128)
 def firsts(axis: Axis) -> npt.NDArray[np.int64]:
+    """Number of target pixels that read a source pixel before each one, int64 [source + 1], read-only."""
     sources = np.arange(axis.source + 1, dtype=np.int64)
     table = -(-sources * axis.denominator // axis.numerator) // 2
     table.flags.writeable = False

@@ -117,7 +117,7 @@ def fill_axes(
         boxes = np.tile([0, rows.target, 0, columns.target], (len(masks), 1))
     elif boxes.shape != (len(masks), 4) or boxes.dtype != np.int64:
         raise BadValue(f"boxes must be int64 [{len(masks)}, 4], got {boxes.dtype} {list(boxes.shape)}")
-    firsts = rows.firsts(), columns.firsts()
+    firsts = grid.firsts(rows), grid.firsts(columns)
     pixel_kernels.rasterize(runs.runs, runs.offsets, masks, *firsts, out.view(np.uint8), boxes)
     return out
 

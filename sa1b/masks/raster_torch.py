@@ -146,15 +146,16 @@ def source_pixel(target: "Any", numerator: "Any", denominator: "Any") -> "Any":
 
 
 def first_target(source: "Any", numerator: "Any", denominator: "Any") -> "Any":
-    """The number of target pixels that read a source pixel before this one: `sa1b.masks.grid.Axis.firsts`."""
+    """The number of target pixels that read a source pixel before this one: `sa1b.masks.grid.firsts`."""
     return (source * denominator + numerator - 1) // (2 * numerator)
 
 
 def of_masks(value: Size | Flip, offsets: Tensor) -> Tensor:
     """A value for each mask, [N], on the device of the offsets."""
+    device = offsets.device
     if not isinstance(value, Tensor):
-        value = torch.full((), value, device=offsets.device)
-    return value.to(offsets.device, non_blocking=True).expand(offsets.numel() - 1)
+        value = torch.full((), value, device=device)
+    return value.to(device, non_blocking=device.type != "cpu").expand(offsets.numel() - 1)
 
 
 def _sources(offsets: Tensor, height: Size, width: Size) -> Tensor:

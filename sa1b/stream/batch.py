@@ -13,20 +13,14 @@ from sa1b.arguments import BadValue
 from sa1b.errors import UsageError
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.stream.ragged import PaddedMasks, RaggedMasks, Tensors
-from sa1b.stream.sample import SampleMasks
+from sa1b.stream.sample import SampleMasks, no_masks
 from sa1b.stream.text import Texts
+from sa1b.stream.transform import Frame
 
 _LARGE = ("images", "dense")  # tensors that are not packed with the others
 _ALIGNMENT = 64  # bytes; tensors in a packed buffer start at multiples of it, enough for every dtype
-_OF_MASKS = {  # columns of samples without rows
-    "boxes": np.zeros((0, 4), np.float32),
-    "points": np.zeros((0, 2), np.float32),
-    "areas": np.zeros(0, np.int64),
-    "predicted_iou": np.zeros(0, np.float32),
-    "stability_score": np.zeros(0, np.float32),
-    "mask_ids": np.zeros(0, np.int64),
-    "mask_index": np.zeros(0, np.int64),
-}
+_OF_MASKS = ("boxes", "points", "areas", "predicted_iou", "stability_score", "mask_ids", "mask_index")
+_NO_MASKS = no_masks(0, Frame.whole_image(1, 1, 1))  # types of a batch without samples
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,11 +279,11 @@ def collate(
     source_sizes = np.stack((windows[:, 3], windows[:, 2]), axis=1)
     counts = [len(sample.runs) for sample in samples]
     image = np.repeat(np.arange(len(samples)), counts)
+    every = [_NO_MASKS, *samples]
     lengths = [np.zeros(1, np.int64), *(np.diff(sample.runs.offsets) for sample in samples)]
-    runs = [np.zeros(0, np.int32), *(sample.runs.runs.view(np.int32) for sample in samples)]
+    runs = [sample.runs.runs.view(np.int32) for sample in every]
     arrays: dict[str, Any] = {
-        name: np.concatenate([empty, *(getattr(sample, name) for sample in samples)])
-        for name, empty in _OF_MASKS.items()
+        name: np.concatenate([getattr(sample, name) for sample in every]) for name in _OF_MASKS
     }
     arrays |= {
         "ids": np.array([sample.image_id for sample in samples], np.int64),

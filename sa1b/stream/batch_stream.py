@@ -18,7 +18,7 @@ from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.decode import Decoder
 from sa1b.stream.decoders import decoder
 from sa1b.stream.iterations import Iterations, StreamIterator, closed_at_exit
-from sa1b.stream.pending import PendingBatch, SampleSource, submit
+from sa1b.stream.pending import PendingBatch, SampleSource
 from sa1b.stream.plan import MAX_POSITION, MicroBatch, Plan, checked_position
 from sa1b.stream.sample import SampleOptions
 from sa1b.stream.stats import PipelineStats
@@ -158,7 +158,7 @@ class BatchStream(IterableDataset[Batch]):
 
     def submit(self, piece: MicroBatch) -> PendingBatch:
         """Start reading all samples of a micro-batch concurrently."""
-        return submit(self.sources(), self.plan.order, piece)
+        return PendingBatch(self.sources(), self.plan.order, piece)
 
     def where(self, position: int) -> str:
         """Image, shard and offset of the sample at a position, for messages; not of a substitute."""

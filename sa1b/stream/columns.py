@@ -10,15 +10,13 @@ name. Rows that name no image of SA-1B are left out with a warning. `batch.extra
 for every type of column, aligned with the masks or the images of the batch. It contains Python values, and
 None if the source has no row or a null.
 
-`stream.columns[name].missing` counts the None values of this process; worker processes of a DataLoader have
-separate counters. `batch.extra[name].count(None)` counts the None values of a batch. A warning names a table
-that has none of the first 1,000 ids.
+`stream.columns[name].missing` counts the None values of this process. A warning names a table that has none
+of the first 1,000 ids.
 
-A source is converted once, to an Arrow file sorted by id in the cache of sa1b.storage.cache. A pyarrow table
-is converted to a temporary file, which is removed with the stream. Every process maps the file into memory:
-the pages are shared, and a lookup is a binary search. If what the file system says of a source changes, such
-as its size or time, it is converted again. Converting takes about three times the column's size in memory, in
-one process.
+A source is converted once, and again when its size or time has changed, to an Arrow file sorted by id in the
+cache of sa1b.storage.cache; a pyarrow table to a temporary file, which is removed with the stream. Every
+process maps the file into memory, and a lookup is a binary search. Converting takes three times the memory
+of the column, in one process.
 """
 
 import contextlib
@@ -55,13 +53,9 @@ _VERSION = 3  # format of the converted files
 
 
 class Column:
-    """A joined column in a converted file, by `key`: "image_id" or "mask_id". The path or URL of the source
-    is for messages. `values`: all values, an Arrow array. `missing` and `looked_up`: ids without a value, and
-    all ids, that this process has looked up.
+    """A joined column in a converted file, by `key`: "image_id" or "mask_id". `missing` and `looked_up`: ids
+    without a value, and all ids, that this process has looked up.
     """
-
-    # A million captions of 130 bytes take a worker process 50 MiB: pyarrow 20, and 30 of the file of 135 MiB
-    # that five processes share. Looking up the 16 images of a batch takes 0.2 ms.
 
     def __init__(self, name: str, path: Path, source: str) -> None:
         self.name, self.path, self.source = name, path, source
@@ -116,9 +110,8 @@ def open_columns(
     argument: str = "join[{!r}]",
 ) -> dict[str, Column]:
     """The columns of sources by name; open ones are used unchanged. `key`: the column of ids, by default the
-    first of KEYS, or one that names images, also by the dataset's own file names. `texts`: an id may have
-    several rows, and a conversation is its answers. `argument` names a source in messages. ColumnError: the
-    source cannot be joined. OSError: the cache cannot be written.
+    first of KEYS, or one that names images. `texts`: an id may have several rows, and a conversation is its
+    answers. `argument` names a source in messages.
     """
     names = None
     if dataset is not None and not all(isinstance(source, Column) for source in join.values()):
@@ -142,8 +135,6 @@ class _Wanted(NamedTuple):
 def _open(source: Any, storage_options: Mapping[str, Any] | None, wanted: _Wanted) -> Column:
     if isinstance(source, Column):
         return source
-    if wanted.name in ("", *KEYS):
-        raise ColumnError(f"{wanted.argument}: must be the name of a column other than {' and '.join(KEYS)}")
     if not isinstance(source, pa.Table):
         return _open_file(source, storage_options, wanted)
     batch = _sorted(source, f"{wanted.argument}: the pyarrow table", wanted)
@@ -318,11 +309,7 @@ class TextColumn:
     def read(
         self, seed: int, ids: Int64, images: Int64, epochs: Int64, indices: Int64
     ) -> tuple[list[Any], list[Row | None]]:
-        """The texts of N images or masks as Python values, and as rows of `Texts`; None: there is no text.
-
-        `ids` are those of images or masks, according to the key; `images` and `epochs` those of their visits;
-        `indices` those of masks in their records, 0 for images: all int64 [N].
-        """
+        """The texts of N images or masks, according to the key, as Python values, and as rows of `Texts`."""
         values = self.column.lookup(ids)
         if self.several:
             counts = np.array([len(value or ()) for value in values], np.int64)

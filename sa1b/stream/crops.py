@@ -17,7 +17,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from sa1b.arguments import BadValue
 from sa1b.stream.transform import Crop, Frame, RandomCrop, Visit
 
 
@@ -31,9 +30,6 @@ class CropGroup:
         area: as of `RandomCrop`.
         aspect: as of `RandomCrop`.
         flip: probability that a crop is mirrored.
-
-    Raises:
-        ValueError: `area` or `aspect` does not ascend from above 0.
     """
 
     count: int
@@ -41,9 +37,6 @@ class CropGroup:
     area: tuple[float, float] = (0.25, 1.0)
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = 0.5
-
-    def __post_init__(self) -> None:
-        RandomCrop(self.area, self.aspect)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +56,6 @@ class MultiCrop:
 
     def __call__(self, frame: Frame, visit: Visit) -> Frame:
         side, places = _sheet(self.groups)
-        if frame.image_size != side:
-            raise BadValue(f"image_size={frame.image_size} must be {side}, the image_size of {self!r}")
         values = visit.uniforms(5 * len(places)).reshape(-1, 5).tolist()
         crops = []
         for (number, row, column), (*chosen, mirrored) in zip(places, values, strict=True):

@@ -39,7 +39,6 @@ from sa1b.stream.plan import Plan, ResumeError, check_state, checked_position, p
 from sa1b.stream.sample import SampleOptions
 from sa1b.stream.stats import PipelineStats
 from sa1b.stream.text import ColumnError
-from sa1b.stream.transform import check_pickles
 from sa1b.views.view import view_of
 
 if TYPE_CHECKING:
@@ -122,10 +121,6 @@ class Stream(BatchStream):
                 f"epochs={epochs!r} must be 1, an epoch in each iteration, or None, an endless iteration; "
                 "iterate again for more epochs"
             )
-        if epochs is None and order == "sequential":
-            raise BadValue(
-                "epochs=None: a sequential iteration ends with its last image; pass order='shuffle'"
-            )
         global_batch = whole_number("global_batch", global_batch, 1)
         micro_batch = None if micro_batch is None else whole_number("micro_batch", micro_batch, 1)
         block_size = whole_number("block_size", block_size, 1)
@@ -207,9 +202,8 @@ class Stream(BatchStream):
         # A worker process maps table and view of the same version of the dataset that was opened here.
         opened = {"root": self.dataset, "join": self.columns, "text": self.text}
         opened |= {"decoder": self.options.decoder, "cache": None, "cache_bytes": None, "layers": ()}
-        check_pickles(self.options.transforms)
         state = {"iterations": self.iterations, "damage_log": self.damage_log}
-        return _reopen, ({**self._arguments, **opened},), state
+        return partial(Stream, **{**self._arguments, **opened}), (), state
 
     def __repr__(self) -> str:
         return (
@@ -219,17 +213,8 @@ class Stream(BatchStream):
         )
 
     def sources(self) -> list[SampleSource]:
-        source = SampleSource(
-            dataset=self.dataset,
-            view=self.view,
-            plan=self.plan,
-            seed=self.seed,
-            options=self.options,
-            decoder=self.decoder,
-            columns=self.columns,
-            text=self.text,
-        )
-        return [source]
+        opened = self.dataset, self.view, self.plan
+        return [SampleSource(*opened, self.seed, self.options, self.decoder, self.columns, self.text)]
 
     def identity(self) -> dict[str, Any]:
         condition = self.view.masks_where
@@ -267,9 +252,8 @@ class Stream(BatchStream):
 
     def check_state(self, state: object) -> None:
         """Check that a state, of which the position is ignored, has this stream's sequence: ResumeError."""
-        grown = self.view.digest == self.dataset.table.ids_digest
         name = "all images of the directory" if self.view_name is None else f"the view {self.view_name!r}"
-        check_state(self.identity(), state, name, self.root, grown=grown)
+        check_state(self.identity(), state, name, self.root)
 
 
 @cache  # every later fork, of any library, only looks this up
@@ -280,7 +264,3 @@ def _load_compiled_code() -> None:
 
 
 os.register_at_fork(before=_load_compiled_code)
-
-
-def _reopen(arguments: dict[str, Any]) -> Stream:
-    return Stream(**arguments)

@@ -43,11 +43,8 @@ class Decoder(Protocol):
             image at a time, from all its threads at once.
     """
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def batched(self) -> bool: ...
+    device: torch.device
+    batched: bool
 
     def decode(self, images: Sequence[EncodedImage], out: Tensor) -> list[BadSample | None]:
         """Decode n images into `out`, uint8 [n, S, S, 3], RGB, contiguous, on `device`.
@@ -90,12 +87,9 @@ class CpuDecoder:
 
 
 def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]) -> None:
-    """Decode a JPEG into the top left of `buffer`, uint8 [S, S, 3], RGB; the rest of the buffer becomes 0.
-
-    The decoder's DCT scales down first (`sa1b.shards.jpeg.decode_scaled`). Then the window is resampled by
-    its exact edges, so that the image is aligned with its masks. BadSample: the file is not a JPEG, or
-    decoding it fails or causes a warning. MemoryError: no memory for the pixels.
-    """
+    """Decode a JPEG into the top left of `buffer`, uint8 [S, S, 3], RGB; the rest of the buffer becomes 0."""
+    # The decoder's DCT scales down first (`sa1b.shards.jpeg.decode_scaled`). Then the window is resampled by
+    # its exact edges, so that the image is aligned with its masks.
     try:
         # Check the header first: the decoder allocates memory according to it.
         stored = simplejpeg.decode_jpeg_header(data)[:2]
@@ -134,11 +128,7 @@ def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]
 
 
 def window_edges(frame: Frame, window: Window, stored: tuple[int, int], eighths: int = 8) -> Edges:
-    """The top, bottom, left and right edge of a window in an image decoded at n/8 of its stored size.
-
-    Edges are in its pixels and may lie between them: a stored image may be smaller than its source, and n/8
-    of its size need not be whole. `stored` is height and width in the file.
-    """
+    """Top, bottom, left and right edge of a window, between pixels of an image decoded at n/8 of `stored`."""
     x, y, width, height = window
     down, across = stored[0] * eighths, stored[1] * eighths
     top, bottom = (edge * down / (8 * frame.height) for edge in (y, y + height))
@@ -147,10 +137,7 @@ def window_edges(frame: Frame, window: Window, stored: tuple[int, int], eighths:
 
 
 def paint(pixels: Tensor, stored: tuple[int, int], frame: Frame, target: Tensor) -> None:
-    """Write the frame's window of a decoded image into a padded square, resized with antialiasing. `pixels`,
-    uint8 [height, width, 3], is the whole stored image; `target`, uint8 [S, S, 3], is on the same device, and
-    its pixels outside of the frame become 0.
-    """
+    """Resize the frame's window of a stored image, uint8 [height, width, 3], into a square of its device."""
     rows, columns = frame.taken
     edges = window_edges(frame, frame.window, stored)
     top, bottom, left, right = (int(edge) for edge in edges)

@@ -164,10 +164,8 @@ class GpuDecoder:
         try:
             with lane.current():
                 (image,) = decoded_on([file], [(48, 64)], lane)
-                if image is None:
-                    raise RuntimeError("no image")
-                if (image.float() - 40).abs().max() >= 8:
-                    raise RuntimeError("wrong pixels")
+                if image is None or (image.float() - 40).abs().max() >= 8:
+                    raise RuntimeError("no image, or wrong pixels")
         except (RuntimeError, ValueError, TypeError) as error:
             raise DecoderError(
                 f"decoder='torchcodec' on {device}: does not decode a test image ({_first_line(error)}); "

@@ -1,15 +1,12 @@
 """Start positions of the iterations of a stream, shared by a process and its DataLoader's worker processes.
 
-Every worker process iterates over its own copy of the stream: new processes in each iteration or, with
-persistent_workers, the same processes again. The position of the next iteration is therefore in memory that
-all of them share: an anonymous file that forked workers inherit and spawned workers receive. The first worker
-of an iteration advances it to the start of the next one. The others join the iteration at its start. With 100
-images and two workers:
+Every worker process iterates over its own copy of the stream, so the position of the next iteration is in an
+anonymous file that all share. The first worker of an iteration advances it to the start of the next one; the
+others join the iteration at its start. With 100 images and two workers:
 
     position 0      worker 0 begins an iteration at 0: the next one begins at 100
     position 100    worker 1 joins it at 0, because it has the same iterator as worker 0
     position 100    worker 1 begins the second iteration at 100
-    position 200    worker 0 joins it at 100
 """
 
 import atexit
@@ -39,24 +36,18 @@ _RUNNING: "weakref.WeakSet[Generator[Any]]" = weakref.WeakSet()  # iterations of
 _BYTES = 4096  # of the state, which a write of one page replaces as a whole
 _REMEMBERED = 8  # largest number of iterations that worker processes may start at the same time
 _ENDLESS = (
-    "an endless stream (epochs=None) cannot be iterated again after a DataLoader with workers has read it: "
-    "the workers do not know which of their batches were used. Before the next iteration, call "
-    "load_state_dict with the stream's state after the last batch, or set_epoch; or leave epochs at 1"
+    "an endless stream (epochs=None) cannot be iterated again after a DataLoader with workers has read it; "
+    "call load_state_dict with the state after the last batch, or set_epoch, or leave epochs at 1"
 )
-_UNKNOWN = (
-    "state_dict(): a DataLoader with workers reads this stream, which does not know which of their batches "
-    "were used; pass the last one: state_dict(batch)"
-)
+_UNKNOWN = "state_dict(): a DataLoader with workers reads this stream; pass the last batch: state_dict(batch)"
 
 
 class Iterations:
     """The position at which the next iteration begins, shared with worker processes."""
 
-    # The shared state, in JSON:
-    #   position  at which the next iteration begins
-    #   used      position after the last used batch; None if worker processes have read since it was set
-    #   begun     by the workers, the last ones: [seed, position, workers]. The seed identifies the iterator,
-    #             bit i of `workers` says that worker i has begun. Position None: all workers refuse it
+    # The shared state, in JSON: `position` of the next iteration; `used`, the one after the last used batch,
+    # None if worker processes have read since; and `begun`, the last iterations of workers: [seed of the
+    # iterator, position, workers], where bit i of `workers` says that worker i has begun.
 
     def __init__(self, position: int = 0, inherited: Any = None) -> None:
         self._lock = ForkLock()
@@ -77,9 +68,7 @@ class Iterations:
 
     @property
     def used(self) -> int:
-        """Position after the last used batch; UsageError if worker processes have read since it was set. In
-        such a process, that of the next iteration: a StatefulDataLoader saves its iteration too.
-        """
+        """Position after the last used batch; in a worker, for StatefulDataLoader, of the next iteration."""
         with self._state() as state:
             used = state["used" if get_worker_info() is None else "position"]
         if used is None:
@@ -98,10 +87,9 @@ class Iterations:
         # An endless plan does not change the position: the caller sets it when it takes batches.
         worker = get_worker_info()
         with self._state() as state:
-            # An iterator is identified by `seed - id`, the random number that the DataLoader takes from
-            # torch's generator for its workers. Persistent workers keep this number, and each of them begins
-            # the iterations in the same order. If the generator is reset before each iteration, new workers
-            # have the same number. A worker id that has joined an iteration already then begins the next one.
+            # An iterator is identified by `seed - id`, the random number of the DataLoader for its workers.
+            # Persistent workers keep it, and so do new ones if torch's generator is reset. A worker that has
+            # joined an iteration already then begins the next one.
             iterator, bit = (worker.seed - worker.id, 1 << worker.id) if worker else (None, 0)
             joined = [one for one in state["begun"] if one[0] == iterator and not one[2] & bit]
             if joined:
@@ -121,8 +109,7 @@ class Iterations:
     @contextmanager
     def _state(self) -> Iterator[dict[str, Any]]:
         """The shared state, which the caller may change, and no other thread or process meanwhile."""
-        # The lock of the file belongs to the process, and does not exclude its other threads: the kernel
-        # releases it if the process is killed.
+        # The lock of the file is of the process, not of a thread; the kernel releases it if it is killed.
         with self._lock:
             fcntl.lockf(self._file, fcntl.LOCK_EX)
             try:

@@ -35,9 +35,8 @@ class TrainingData(lightning.Callback):
             called once on each rank, when ranks and devices are known.
 
     Raises:
-        UsageError: the object is not among the callbacks, `make` returns something else, or the optimizer
-            steps within a step of the stream, because `Trainer(accumulate_grad_batches=)` is not a multiple
-            of the micro-batches of a step.
+        UsageError: the object is not among the callbacks, or the optimizer steps within a step of the stream,
+            because `Trainer(accumulate_grad_batches=)` is not a multiple of the micro-batches of a step.
         ResumeError: the checkpoint has the state of another sequence.
     """
 
@@ -60,13 +59,9 @@ class TrainingData(lightning.Callback):
 
     @property
     def _stream(self) -> BatchStream:
-        stream = getattr(self._loader, "stream", getattr(self._loader, "dataset", None))
-        if not isinstance(stream, BatchStream):
-            raise UsageError(
-                "TrainingData(make): make() must return a sa1b.Loader, or a DataLoader of a sa1b.Stream with "
-                f"batch_size=None, not {self._loader!r}"
-            )
-        return stream
+        stream: Any = self._loader
+        found: BatchStream = stream.stream if isinstance(stream, Loader) else stream.dataset
+        return found
 
     def __len__(self) -> int:
         """Micro-batches of this rank in an epoch. Raises TypeError for an endless stream (epochs=None)."""

@@ -8,9 +8,7 @@
 
 A job is a batch: its number, a slot of memory, and its positions. It goes to the process that has fewest
 jobs, or to threads of this process; see sa1b.stream.maker. The caller's thread gives out jobs, takes the
-batches in the order of their positions, and brings each to the device, one batch ahead; see
-sa1b.stream.device. Threads of one process wait for the interpreter's lock, which an image holds for a tenth
-of its time or more: a machine with many processors needs several processes.
+batches in order, and brings each to the device, one batch ahead; see sa1b.stream.device.
 """
 
 import contextlib
@@ -97,20 +95,15 @@ class Loader:
         on_gpu = self.device.type == "cuda"
         if on_gpu and not torch.cuda.is_available():
             raise BadValue("device='cuda': torch finds no GPU; pass device='cpu'")
-        if decode == "gpu" and not on_gpu:
+        now, decodes_on_cpu = stream.options.decoder, stream.decoder.device.type == "cpu"
+        if not on_gpu and (decode == "gpu" or (decode == "auto" and not decodes_on_cpu)):
             raise BadValue(
                 f"decode='gpu': decodes into memory of a GPU, not of {self.device}; pass device='cuda'"
             )
-        now, decodes_on_cpu = stream.options.decoder, stream.decoder.device.type == "cpu"
         names = {"auto": now, "cpu": "cpu", "gpu": "torchcodec" if decodes_on_cpu else now}
         if decode not in names:
             raise BadValue(f"decode={decode!r} must be one of {', '.join(map(repr, names))}")
         stream.use_decoder(names[decode])
-        if stream.decoder.device.type not in ("cpu", self.device.type):
-            raise BadValue(
-                f"decoder={stream.options.decoder!r}: writes images on {stream.decoder.device}, "
-                f"not on {self.device}; pass device={stream.decoder.device.type!r}"
-            )
         cpus = available_cpus()
         if processes is None:
             processes = 1 if cpus < _FEW else max(1, cpus // (threads or _THREADS))

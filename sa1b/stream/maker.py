@@ -33,7 +33,7 @@ from sa1b.storage.errors import UnavailableError
 from sa1b.stream.batch import Batch
 from sa1b.stream.batch_stream import BatchStream
 from sa1b.stream.device import SideStream
-from sa1b.stream.pending import DECODED, READ, PendingBatch, submit
+from sa1b.stream.pending import DECODED, READ, PendingBatch
 from sa1b.stream.plan import MicroBatch
 from sa1b.stream.stats import Busy
 
@@ -48,11 +48,9 @@ class StalledError(Sa1bError):
 
 
 class Slots:
-    """Memory for `count` batches: of each the images, its other tensors, and the progress of its samples.
-
-    `images` is the shape of the images of a whole batch, which are not here if they are decoded `elsewhere`;
-    `masks` is the largest number of masks of an image. Other processes map the same memory if it is `shared`.
-    Jobs of other iterations than `iteration[0]` are dropped.
+    """Memory for `count` batches: the images, of this shape unless they are decoded `elsewhere`, the other
+    tensors, with up to so many `masks` of an image, and the progress of the samples. Other processes map
+    `shared` memory. Jobs of other iterations than `iteration[0]` are dropped.
     """
 
     def __init__(
@@ -182,7 +180,7 @@ class Maker:
         """Start to read a batch. It is delivered when it is made, as every error is."""
         memory, made = torch.from_numpy(self._slots.memory(job.slot)), Made(job)
         try:
-            pending = submit(self._sources, self._order, job.piece)
+            pending = PendingBatch(self._sources, self._order, job.piece)
             pending.damage = made.damage
             shape = (len(pending), *self._slots.images[1:])
             if self._side is None:

@@ -38,7 +38,8 @@ class Mix(BatchStream):
         sources: name -> (stream, weight). The streams have the same global and micro-batch, ranks,
             image size, decoder and order; the rest is their own. A weight is a whole number, a float, which
             is read as it is printed, or text such as "1/3"; only the ratios matter. With streams of
-            order="sequential" every source is read once, one after the other, and weights have no effect.
+            order="sequential" every source is read once, one after the other; weights, schedule and until
+            have no effect.
         schedule: position -> name -> weight: other weights from a position on, in samples of the mixture
             (a step of the training has `global_batch` of them). A weight of 0 leaves a source out.
         until: the end of an iteration. None: one endless iteration, in which every source begins its next
@@ -68,11 +69,6 @@ class Mix(BatchStream):
         counts = tuple(stream.plan.order.count for stream in self.streams.values())
         order: Mixture | Sequential
         if isinstance(first.plan.order, Sequential):
-            if schedule or until:
-                raise BadValue(
-                    f"{'schedule' if schedule else 'until'}: the streams are sequential, and each is read "
-                    "once; pass streams with order='shuffle'"
-                )
             order = Sequential(sum(counts), counts)
         else:
             phases = self._phases([weight for _, weight in sources.values()], schedule or {})
@@ -187,17 +183,9 @@ class Mix(BatchStream):
 
 def _checked_streams(sources: Mapping[str, tuple[Stream, Any]]) -> dict[str, Stream]:
     """The streams by name; ValueError if they do not fit together."""
-    try:
-        streams = {name: stream for name, (stream, _) in sources.items()}
-    except (AttributeError, TypeError, ValueError):
-        streams = {}
-    if not (streams and all(name and isinstance(stream, Stream) for name, stream in streams.items())):
-        raise BadValue(
-            f"sources={sources!r} must be a mapping of names to pairs of sa1b.Stream and weight: "
-            'Mix({"sa1b": (stream, 3), "mine": (other, 1)})'
-        )
-    if len({*map(id, streams.values())}) < len(streams):
-        raise BadValue("sources: one is the stream of another source; make a stream for each source")
+    if not all(isinstance(pair, tuple | list) and isinstance(pair[0], Stream) for pair in sources.values()):
+        raise BadValue('sources must be pairs of stream and weight: Mix({"a": (stream, 3), "b": (other, 1)})')
+    streams = {name: stream for name, (stream, _) in sources.items()}
     first: dict[str, tuple[str, Any]] = {}  # what is in common -> the first source that has it, its value
     for name, stream in streams.items():
         for what, value in _shared(stream).items():

@@ -1,9 +1,9 @@
 """A micro-batch on its way from storage to tensors, and where its samples come from.
 
-pending = submit(sources, order, piece)     the reads of all samples are in flight
-pending.pick(start, stop)                   waits for the bytes of samples and chooses their masks
-pending.decode(start, stop)                 decodes them, or substitutes of damaged ones, into `images`
-pending.collate()                           the batch
+pending = PendingBatch(sources, order, piece)   the reads of all samples are in flight
+pending.pick(start, stop)                       waits for the bytes of samples and chooses their masks
+pending.decode(start, stop)                     decodes them, or substitutes of damaged ones, into `images`
+pending.collate()                               the batch
 
 Threads may each call `pick` and `decode` for a share of the samples.
 """
@@ -11,13 +11,12 @@ Threads may each call `pick` and `decode` for a share of the samples.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from sa1b.errors import BadSample, ShardError
 from sa1b.shards.dataset import Dataset
@@ -107,7 +106,6 @@ def named(piece: MicroBatch, where: Callable[[int], str]) -> Iterator[None]:
         raise
 
 
-@dataclass(slots=True, eq=False)
 class PendingBatch:
     """A micro-batch whose samples are being read, decoded and collated.
 
@@ -115,26 +113,30 @@ class PendingBatch:
     without masks and sets its `valid` to False: with a substitute, the evaluation would not be comparable.
     """
 
-    sources: list[SampleSource]  # one, or those of a mixture, which have the same decoder and image size
-    piece: MicroBatch
-    which: list[int]  # for each sample, the number of its source
-    local: list[int]  # and its position in the order of this source
-    rows: list[int]  # of the sample table; of a damaged sample, that of its substitute
-    valid: list[bool]  # False for padding and, once decoded, for a damaged sample of a sequential stream
-    reads: list[PendingRead]
-    damage: list[dict[str, Any]] = field(default_factory=list)  # for whoever delivers the batch to log
-    busy: Busy = field(default_factory=Busy)  # by `finish`
-    # uint8 [B, S, S, 3], on the decoder's device; whoever decodes allocates it
-    images: Tensor = field(default_factory=lambda: torch.empty(0))
-    substitutes: list[int] = field(init=False)  # numbers of those that were tried
-    encoded: list[EncodedImage | None] = field(init=False)  # by `pick`, until they are decoded; None: black
-    samples: list[Any] = field(init=False)  # SampleMasks, by `pick`
-    progress: npt.NDArray[np.uint8] = field(init=False)  # [B], READ or DECODED; other processes may see it
-
-    def __post_init__(self) -> None:
-        self.substitutes = [0] * len(self)
-        self.encoded, self.samples = [None] * len(self), [None] * len(self)
-        self.progress = np.zeros(len(self), np.uint8)
+    def __init__(
+        self, sources: list[SampleSource], order: Order | Sequential | Mixture, piece: MicroBatch
+    ) -> None:
+        which, local, valid = order.locate(np.arange(piece.start, piece.stop))
+        count = len(which)
+        # One source, or those of a mixture, which have the same decoder and image size; of each sample, the
+        # number of its source, its position in the order of this source, and whether it is no padding.
+        self.sources, self.piece = sources, piece
+        self.which: list[int] = which.tolist()
+        self.local, self.valid = local.tolist(), valid.tolist()
+        self.rows = [0] * count  # of the sample table; of a damaged sample, that of its substitute
+        self.reads = list[Any]([None] * count)
+        self.substitutes = [0] * count  # numbers of those that were tried
+        self.encoded = list[EncodedImage | None]([None] * count)  # by `pick`, until decoded; None: black
+        self.samples = list[Any]([None] * count)  # SampleMasks, by `pick`
+        self.progress = np.zeros(count, np.uint8)  # READ or DECODED; other processes may see it
+        self.images = torch.empty(0)  # uint8 [B, S, S, 3], on the decoder's device, by whoever decodes
+        self.damage = list[dict[str, Any]]()  # for whoever delivers the batch to log
+        self.busy = Busy()  # by `finish`
+        for number, source in enumerate(sources):
+            here = np.flatnonzero(which == number)
+            chosen = source.rows(local[here])
+            _put(self.rows, chosen, here)
+            _put(self.reads, source.read(chosen), here)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -280,20 +282,6 @@ class PendingBatch:
         """Cancel all pending reads."""
         for read in self.reads:
             read.cancel()
-
-
-def submit(
-    sources: list[SampleSource], order: Order | Sequential | Mixture, piece: MicroBatch
-) -> PendingBatch:
-    """Start reading all samples of a micro-batch concurrently."""
-    which, local, valid = order.locate(np.arange(piece.start, piece.stop))
-    rows, reads = [0] * len(which), list[Any]([None] * len(which))
-    for number, source in enumerate(sources):
-        here = np.flatnonzero(which == number)
-        chosen = source.rows(local[here])
-        _put(rows, chosen, here)
-        _put(reads, source.read(chosen), here)
-    return PendingBatch(sources, piece, which.tolist(), local.tolist(), rows, valid.tolist(), reads)
 
 
 def _put(column: list[Any], values: list[Any], rows: npt.NDArray[np.int64]) -> None:

@@ -110,9 +110,7 @@ def checked_position(position: object) -> int:
 
 
 def process_rank() -> tuple[int, int]:
-    """Rank and world size of this process: those of torch.distributed if it is initialised, else of
-    torchrun's environment variables, else 0 of 1. ValueError if a variable is not valid.
-    """
+    """Rank and world size: those of torch.distributed, else of torchrun's variables, else 0 of 1."""
     # If torch.distributed was never imported, it is not initialised.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -131,21 +129,15 @@ _SEQUENCE = ("layers", "order", "block_size", "ids_sha256", "masks_where", "seed
 
 
 class ResumeError(Sa1bError):
-    """A saved state that does not belong to this stream; the message names the difference and the remedy.
-    `argument` is the stream's argument that differs, such as "seed"; None: not the state of a stream.
-    """
+    """A saved state that is not of this stream, whose `argument` differs, such as "seed"; None: no state."""
 
     def __init__(self, message: str, argument: str | None = None) -> None:
         super().__init__(message)
         self.argument = argument
 
 
-def check_state(current: Mapping[str, Any], state: object, view: str, root: str, *, grown: bool) -> None:
-    """Check that a state has the same sequence as a stream, `current`, and warn about other differences.
-
-    View and dataset directory are for messages. `grown`: the stream reads all images of the directory, which
-    may have grown since the state was saved. ResumeError: another sequence, or not the state of a stream.
-    """
+def check_state(current: Mapping[str, Any], state: object, view: str, root: str) -> None:
+    """Raise ResumeError for a state of another sequence than `current`, and warn about other differences."""
     current = {"layers": [], **current}
     saved = {"layers": [], **state} if isinstance(state, Mapping) else {}
     missing = {*current} - {*saved}
@@ -164,7 +156,7 @@ def check_state(current: Mapping[str, Any], state: object, view: str, root: str,
     # With blocks, an endless order cuts the blocks of later epochs at other rows.
     for name in (*_SEQUENCE, "epochs") if current["block_size"] != 1 else _SEQUENCE:
         if saved[name] != current[name]:
-            raise _other_sequence(name, saved[name], current[name], view, root, grown=grown)
+            raise _other_sequence(name, saved[name], current[name], view, root)
     now, options = current["options"], {**current["options"], **saved["options"]}
     changed = [f"{name} {old}, now {now.get(name)}" for name, old in options.items() if now.get(name) != old]
     if changed:
@@ -182,7 +174,7 @@ def check_state(current: Mapping[str, Any], state: object, view: str, root: str,
         )
 
 
-def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str, *, grown: bool) -> ResumeError:
+def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str) -> ResumeError:
     if name == "layers":
         return ResumeError(
             f"saved state with {_layers(saved)}, this stream has {_layers(current)}: the masks differ; pass "
@@ -195,14 +187,11 @@ def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str, *
         before, now = ("none" if text is None else repr(text) for text in (saved, current))
         differs = f"condition on masks {before}, {view} {now}"
     elif name == "ids_sha256":
-        argument, remedy = "view", f"pass the view that the state was saved with; see `{command('view')}`"
-        differs = f"other images ({_short(saved)}) than {view} ({_short(current)})"
-        if grown:
-            remedy = (
-                f"if sources were added to {root} since, make a view of the images that it was trained on "
-                f"(`{command('view', root)} --ids FILE --name NAME`) and pass it as view: a view keeps its "
-                "images and its sequence when a directory grows"
-            )
+        argument, differs = "view", f"other images ({_short(saved)}) than {view} ({_short(current)})"
+        remedy = (
+            f"pass the view that the state was saved with, or, if sources were added to {root} since, make a "
+            f"view of the images that it was trained on: `{command('view', root)} --ids FILE --name NAME`"
+        )
     return ResumeError(
         f"saved state with {differs}: its sequence differs, so samples would be repeated and left out; "
         f"{remedy}",
@@ -211,8 +200,6 @@ def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str, *
 
 
 def _layers(layers: Any) -> str:
-    if not isinstance(layers, list):
-        return f"layers {reprlib.repr(layers)}"
     return ", ".join(f"the layer {name} ({_short(digest)})" for name, digest in layers) or "no layer"
 
 

@@ -78,13 +78,6 @@ class SampleOptions:
                 object.__setattr__(self, name, whole_number(name, value, least))
         object.__setattr__(self, "flip", number("flip", self.flip, 0, 1))
         for transform in self.transforms:
-            if isinstance(transform, type):
-                raise BadValue(
-                    f"transform={transform.__name__}: is a class; pass an object of it, such as "
-                    f"{transform.__name__}()"
-                )
-            if not callable(transform):
-                raise BadValue(f"transform={transform!r} must be callable, see sa1b.stream.transform")
             if isinstance(transform, MultiCrop) and (self.masks, self.decoder) != (0, "cpu"):
                 raise BadValue(
                     f"transform={transform!r} must be used with masks=0 and decoder='cpu', not with "
@@ -94,7 +87,7 @@ class SampleOptions:
     @property
     def transforms(self) -> tuple[Transform, ...]:
         """All transforms, in the order in which they run."""
-        if isinstance(self.transform, Sequence) and not isinstance(self.transform, str):
+        if isinstance(self.transform, Sequence):
             return tuple(self.transform)
         return () if self.transform is None else (self.transform,)
 

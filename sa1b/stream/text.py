@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sa1b.arguments import BadValue, whole_number
+from sa1b.arguments import whole_number
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.stream.ragged import Tensors
 
@@ -124,10 +124,6 @@ class Text:
     length: int = 64
 
     def __post_init__(self) -> None:
-        if self.key not in (None, *KEYS):
-            raise BadValue(f"key={self.key!r} must be {' or '.join(map(repr, KEYS))}")
-        if callable(self.tokenizer):
-            raise BadValue(f"tokenizer={self.tokenizer!r} must be a name, such as MODULE:FUNCTION")
         object.__setattr__(self, "length", whole_number("length", self.length, 1))
 
 
@@ -202,13 +198,9 @@ def _of_library(path: str) -> Tokenizer:
     if not Path(path).is_file():
         raise UsageError(f"tokenizer {path!r}: there is no such file; pass {_FORMS}")
     try:
-        library: Any = import_module("tokenizers")
-        opened = library.Tokenizer.from_file(path)
-    except ImportError:
-        way = "install it with: pip install 'sa1b[text]'"
-        raise UsageError(f"tokenizer {path!r}: the package tokenizers is missing; {way}") from None
+        opened: Any = import_module("tokenizers").Tokenizer.from_file(path)
     except Exception as error:  # the library raises Exception itself
-        why = f"is no file of the library tokenizers ({error}); write it with Tokenizer.save"
+        why = f"cannot be opened ({error}); it must be a file of the library tokenizers (sa1b[text])"
         raise UsageError(f"tokenizer {path!r}: {why}") from error
     opened.no_padding()
     opened.no_truncation()

@@ -24,7 +24,6 @@ function of a module, or an instance of a class such as those below.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from math import exp, log, sqrt
-from multiprocessing.reduction import ForkingPickler
 from operator import index
 
 import numpy as np
@@ -245,19 +244,6 @@ def apply_pixels(function: Pixels, image_id: int, image: npt.NDArray[np.uint8]) 
         what = f"it returned {returned} for an image uint8 {list(image.shape)}"
         raise _failed(function, image_id, what)
     return changed
-
-
-def check_pickles(transforms: Sequence[Transform]) -> None:
-    """TransformError if a transform cannot be pickled, as spawned worker processes need."""
-    for transform in transforms:
-        try:
-            ForkingPickler.dumps(transform)
-        except Exception as error:
-            raise TransformError(
-                f"transform {name_of(transform)}: cannot be pickled for a worker process ({error}); make it "
-                "a function of a module, or an object of a class of a module, or read with sa1b.Loader, "
-                "whose threads need no pickling"
-            ) from error
 
 
 def name_of(function: object) -> str:

@@ -1,16 +1,12 @@
 """A DataLoader's worker process: how its batches reach the training process, and when it ends.
 
-torch pickles a worker's batches in a background thread: tensors go into shared memory, and their descriptors
-through a Unix socket in the temporary directory. If that fails (TMPDIR is too long for a socket's path of 107
-bytes, `ulimit -n` is low, /dev/shm is full), Python prints a traceback and drops the batch, and the training
-process waits for it forever. In a prepared worker the error replaces the batch.
+torch pickles a batch in a thread, which drops a batch that fails (TMPDIR is too long for the path of a
+socket, `ulimit -n` is low, /dev/shm is full), and the training process waits for it forever. In a prepared
+worker the error replaces the batch.
 
-New shared memory takes longer than the copy into it, because the system clears every page at its first use: 3
-ms for an image of 1024 x 1024 pixels. A worker therefore decodes into memory that it reuses when no tensor of
-the worker and no tensor that was sent from it refers to it any more.
-
-A worker that sends a batch to a training process that was killed would wait forever, because other workers
-hold the end of its pipe too. A thread therefore waits for the end of the training process.
+New shared memory takes 3 ms for an image of 1024 x 1024 pixels. A worker therefore decodes into memory that
+it reuses when no tensor of the worker, or sent from it, refers to it any more. A thread ends the worker when
+the training process has ended: other workers hold the end of its pipe too.
 """
 
 import os

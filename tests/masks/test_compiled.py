@@ -72,7 +72,7 @@ def test_kernels_do_the_same_compiled_and_plain(drawn, size, seed):
             width,
             boxes,
             columns.sources(),
-            rows.firsts(),
+            grid.firsts(rows),
             size,
             np.zeros((size * size + 1) * count + 1, np.uint32),
             np.zeros(count + 1, np.int64),
@@ -83,7 +83,7 @@ def test_kernels_do_the_same_compiled_and_plain(drawn, size, seed):
     both(
         pixel_kernels.rasterize,
         lambda: (
-            *(*pair, masks, rows.firsts(), columns.firsts()),
+            *(*pair, masks, grid.firsts(rows), grid.firsts(columns)),
             np.full((count, size, size), 7, np.uint8),
             np.tile(drawn, (count, 1)),
         ),

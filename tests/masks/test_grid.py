@@ -48,7 +48,7 @@ def test_firsts_are_where_the_sources_begin(height, width, image_size, size):
     ):
         sources = axis.sources()
         read = sources[sources >= 0]
-        np.testing.assert_array_equal(axis.firsts(), np.searchsorted(read, np.arange(axis.source + 1)))
+        np.testing.assert_array_equal(grid.firsts(axis), np.searchsorted(read, np.arange(axis.source + 1)))
 
 
 @examples
@@ -84,4 +84,4 @@ def test_impossible_sizes_are_refused():
 
 def test_the_tables_cannot_be_changed():
     with pytest.raises(ValueError, match="read-only"):
-        grid.resized((3, 3), (5, 5))[0].firsts()[0] = 1
+        grid.firsts(grid.resized((3, 3), (5, 5))[0])[0] = 1

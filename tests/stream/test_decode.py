@@ -100,9 +100,7 @@ def test_a_decoder_for_a_gpu_needs_a_loader_for_it(
     made = WholeBatch()
     made.device = torch.device("cuda")
     register("gpu", made)
-    with pytest.raises(
-        ValueError, match="decoder='gpu': writes images on cuda, not on cpu; pass device='cuda'"
-    ):
+    with pytest.raises(ValueError, match="decodes into memory of a GPU, not of cpu; pass device='cuda'"):
         sa1b.Loader(stream(root, decoder="gpu"), quiet=True)
 
 

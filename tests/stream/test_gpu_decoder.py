@@ -311,8 +311,8 @@ def test_what_is_no_fault_of_a_file_is_raised(error: Exception) -> None:
     assert decoded(made.decoder, [whole(jpeg())])[1] == [None]  # its lane is free again
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("r", "no image"), ("o", "no image"), ("b", "wrong pixels")])
-def test_a_library_that_decodes_nothing_is_refused_at_once(fault: str, reason: str) -> None:
+@pytest.mark.parametrize("fault", ["r", "o", "b"])
+def test_a_library_that_decodes_nothing_is_refused_at_once(fault: str) -> None:
     class Useless(Faulty):
         def image(self, file: bytes) -> Tensor:
             image = super().image(with_fault(fault, file))
@@ -321,8 +321,8 @@ def test_a_library_that_decodes_nothing_is_refused_at_once(fault: str, reason: s
     with pytest.raises(DecoderError) as error:
         decoded(Made(Useless).decoder, [whole(jpeg())])
     assert str(error.value) == (
-        f"decoder='torchcodec' on cpu: does not decode a test image ({reason}); update torchcodec and the "
-        "driver, or decode on the CPU: decode='cpu'"
+        "decoder='torchcodec' on cpu: does not decode a test image (no image, or wrong pixels); update "
+        "torchcodec and the driver, or decode on the CPU: decode='cpu'"
     )
 
 

@@ -170,7 +170,7 @@ def test_copies_to_the_cpu_are_complete_and_other_copies_are_not_waited_for(
     asked.clear()
     there.to("cpu")
     there.masks.to("cpu")
-    raster_torch.flips(torch.zeros(2, dtype=torch.bool, device="meta"), 2, torch.device("cpu"))
+    raster_torch.of_masks(torch.zeros(2, dtype=torch.bool, device="meta"), torch.zeros(3))
     assert asked == {("cpu", False)}
 
 

@@ -219,9 +219,8 @@ def test_embeddings_of_different_lengths_and_bad_tokens_name_the_cause(root: Pat
     long = pa.table({"image_id": IDS, "text": ["x" * 200] * 12})
     with pytest.raises(ColumnError, match=r"returns \[200\] for .*; tokens must be from 0 to 99"):
         next(iter(stream_of(root, sa1b.Text(long, tokenizer="tests.stream.test_text:words"))))
-    for bad in ({"key": "id"}, {"length": 0}, {"tokenizer": words}):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            sa1b.Text("captions.parquet", **bad)
+    with pytest.raises(ValueError, match="length"):
+        sa1b.Text("captions.parquet", length=0)
 
 
 def test_an_object_by_image_gives_prompts_of_images_and_captions_of_masks(root: Path, tmp_path: Path) -> None:
