@@ -15,8 +15,7 @@ from sa1b.arguments import whole_number
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
 from sa1b.stream.damage_log import DamageLog
-from sa1b.stream.decode import Decoder
-from sa1b.stream.decoders import decoder
+from sa1b.stream.decoders import Decoder, decoder
 from sa1b.stream.iterations import Iterations, StreamIterator, closed_at_exit
 from sa1b.stream.pending import PendingBatch, SampleSource
 from sa1b.stream.plan import MAX_POSITION, MicroBatch, Plan, checked_position

@@ -1,12 +1,8 @@
-"""Decoders: JPEG files into images of the padded square, in the memory of a batch.
-
-A new decoder is a class with the interface of `Decoder`, and an entry in `sa1b.stream.decoders.DECODERS`.
-"""
+"""JPEG files into images of the padded square, in the memory of a batch; on a GPU: sa1b.stream.decoders."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Protocol
 
 import cv2
 import numpy as np
@@ -34,33 +30,6 @@ class EncodedImage:
     frame: Frame
 
 
-class Decoder(Protocol):
-    """Interface of a decoder; implementations need not derive from it.
-
-    Attributes:
-        device: where `decode` writes images: "cpu", or the GPU that the loader copies to.
-        batched: whether one call decodes a whole micro-batch. Otherwise the loader calls `decode` for one
-            image at a time, from all its threads at once.
-    """
-
-    device: torch.device
-    batched: bool
-
-    def decode(self, images: Sequence[EncodedImage], out: Tensor) -> list[BadSample | None]:
-        """Decode n images into `out`, uint8 [n, S, S, 3], RGB, contiguous, on `device`.
-
-        The window of the frame fills the top left `Frame.taken` rows and columns of the image's square. If
-        the frame is mirrored, the pixels are mirrored; then `Frame.pixels` is applied. All other pixels are
-        set to 0. The same file and frame give the same pixels in any thread and in any batch. On a GPU the
-        work is submitted to the current stream and need not be finished on return.
-
-        For each image it returns None, or the reason why it cannot be decoded: a damaged JPEG, or one that
-        causes a warning, does not affect other images, and the contents of its square are undefined. An
-        exception, such as MemoryError, is not caused by a file, and reading stops.
-        """
-        ...
-
-
 class CpuDecoder:
     """simplejpeg (libjpeg-turbo) and OpenCV, one image at a time in the calling thread.
 
@@ -68,14 +37,17 @@ class CpuDecoder:
     the workers of a DataLoader already use all CPUs.
     """
 
-    device = torch.device("cpu")
-    batched = False
+    device = torch.device("cpu")  # where `decode` writes images
+    batched = False  # whether one call decodes a whole micro-batch
 
     def __init__(self) -> None:
         cv2.setNumThreads(1)
 
     def decode(self, images: Sequence[EncodedImage], out: Tensor) -> list[BadSample | None]:
-        """See `Decoder`."""
+        """Decode n images into `out`, uint8 [n, S, S, 3], RGB: of each, the window of its frame at the top
+        left, mirrored and changed by `Frame.pixels`, and 0 elsewhere; the same in any thread and batch.
+        For each, it returns None, or why it cannot be decoded; then its square is undefined.
+        """
         errors: list[BadSample | None] = []
         for image, buffer in zip(images, out.numpy(), strict=True):
             try:

@@ -32,7 +32,7 @@ from torch import Tensor
 from sa1b.arguments import BadValue
 from sa1b.errors import BadSample, Sa1bError
 from sa1b.shards import MAX_STORED_PIXELS
-from sa1b.stream.decode import CpuDecoder, Decoder, EncodedImage, paint
+from sa1b.stream.decode import CpuDecoder, EncodedImage, paint
 
 Size = tuple[int, int]  # height and width, pixels
 File = bytes | memoryview
@@ -108,7 +108,8 @@ class CudaLane:
 
 
 class GpuDecoder:
-    """Decodes on a GPU with torchcodec; see the module and `Decoder`.
+    """Decodes on a GPU with torchcodec; see the module and `CpuDecoder`. On return, the work is submitted to
+    the current stream.
 
     `counts` are the images of all streams of the process by how they were decoded: "gpu"; "cpu": files that
     are not for a GPU; "refused": on the CPU because torchcodec returned none; "skipped": on the CPU because
@@ -124,7 +125,7 @@ class GpuDecoder:
         self._lanes = dict[torch.device, LifoQueue[CudaLane | None]]()  # idle ones; None: not made yet
 
     def decode(self, images: Sequence[EncodedImage], out: Tensor) -> list[BadSample | None]:
-        """See `Decoder`."""
+        """See `CpuDecoder.decode`."""
         sizes = {i: size for i, image in enumerate(images) if (size := _size_for_gpu(image))}
         done = self._decode_on_gpu(images, sizes, out) if sizes else set()
         self._count(gpu=len(done), cpu=len(images) - len(sizes))
@@ -310,6 +311,9 @@ def decode_jpeg() -> Callable[..., list[Tensor]]:
             "or pass decode='cpu'"
         ) from None
     return found
+
+
+Decoder = CpuDecoder | GpuDecoder
 
 
 @cache  # one for all streams of a process: its CUDA streams must be few

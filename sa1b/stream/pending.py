@@ -23,7 +23,8 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import PendingRead
 from sa1b.storage.errors import MissingError
 from sa1b.stream.batch import Batch, collate
-from sa1b.stream.decode import Decoder, EncodedImage
+from sa1b.stream.decode import EncodedImage
+from sa1b.stream.decoders import Decoder
 from sa1b.stream.mixture import Mixture
 from sa1b.stream.order import Order, Sequential
 from sa1b.stream.plan import MicroBatch, Plan

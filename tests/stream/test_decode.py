@@ -14,8 +14,8 @@ from torch import Tensor
 
 import sa1b
 from sa1b.errors import BadSample
-from sa1b.stream.decode import CpuDecoder, Decoder, EncodedImage
-from sa1b.stream.decoders import DECODERS, decoder
+from sa1b.stream.decode import CpuDecoder, EncodedImage
+from sa1b.stream.decoders import DECODERS, Decoder, decoder
 from sa1b.stream.transform import Frame
 from tests.shards import tiny
 from tests.stream.test_stream import SMALL, assert_equal, take
