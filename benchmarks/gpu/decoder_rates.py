@@ -48,12 +48,12 @@ def work(setting: Setting, record: Record) -> None:
             stream = stream_of(setting, kind, global_batch=batch, decoder=NAME)
             found = measure(stream, seconds=seconds, dense=dense, device=setting.device, quiet=True)
             print(found.table())
-            loader = found.images_per_second["loader"]
+            loader = found["images_per_second"]["loader"]
             record.figure(f"{label}: loader with masks at {dense}", loader, "images/s")
             record.figure(
                 f"{label}: loader / library alone", loader / alone, at_least=setting.pick(0.9, None)
             )
-            record.figure(f"{label}: share of images on the CPU", found.on_cpu or 0.0, at_most=0.0)
+            record.figure(f"{label}: share of images on the CPU", found["on_cpu"] or 0.0, at_most=0.0)
             record.figure(f"{label}: data wait of the encoder", _wait(setting, kind), at_most=0.01)
 
 

@@ -311,6 +311,4 @@ def integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> npt.ND
     array = np.asarray(values)
     if array.shape != shape or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise BadValue(f"{name} must be integers {list(shape)}, got {array.dtype} {list(array.shape)}")
-    if array.dtype == np.uint64:  # a value too large for int64 is outside every image
-        array = np.minimum(array, np.uint64(2**62))
     return np.ascontiguousarray(array, np.int64)

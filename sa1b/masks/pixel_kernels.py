@@ -10,20 +10,13 @@ def rasterize(
     runs: Uint32s, offsets: Int64s, masks: Int64s, row_firsts: Int64s, column_firsts: Int64s, out: Uint8s,
     boxes: Int64s,
 ) -> None:  # fmt: skip
-    """Write chosen masks, int64 [K], into out [K, H, W], 0 or 1.
-
-    A pixel differs from the pixel above it if a run begins or ends between them. First, only these changes
-    are written: two bytes for a run inside a column, whatever its length. Then each row of the mask's box is
-    XORed with the row above it, which compiles to vector instructions. 64 masks at 1024x1024 take 1.3 ms,
-    half of it for clearing; filling each run pixel by pixel takes 3.1 ms, a transposed column-major tile 1.5
-    ms.
-
-    Args:
-        row_firsts, column_firsts: int64 [source size + 1], the first target pixel at or after each source
-            pixel.
-        boxes: int64 [K, 4], top, bottom, left, right: pixels of `out` outside the box are already 0. Receives
-            the boxes of the new masks.
+    """Write chosen masks, int64 [K], into out [K, H, W], 0 or 1. `boxes` [K, 4], top, bottom, left, right:
+    pixels of `out` outside are already 0; it receives the boxes of the new masks.
     """
+    # A pixel differs from the pixel above it if a run begins or ends between them. First, only these changes
+    # are written: two bytes for a run inside a column, whatever its length. Then each row of the mask's box
+    # is XORed with the row above it, which compiles to vector instructions. 64 masks at 1024x1024 take 1.3
+    # ms, half of it for clearing; filling each run pixel by pixel takes 3.1 ms.
     height = len(row_firsts) - 1
     width = len(column_firsts) - 1
     limit = row_firsts[height]  # rows from this one on are outside the image
@@ -98,16 +91,12 @@ def rasterize(
 def trace(pixels: Uint8s, points: Int32s, ends: Int64s, starts: Int32s) -> int:
     """Trace the borders of the foreground along the sides of pixels, and return their number.
 
-    A walk along a border has the foreground on its right: outer borders are clockwise, borders of holes are
-    counterclockwise. Pixels that touch at a corner only are separate. A walk begins at the upper side of a
-    foreground pixel; `pixels`, uint8 [height, width] with a border of zeros, is set to 2 where a walk has
-    passed such a side.
-
-    Args:
-        points: int32 [4 * upper sides, 2], receives x and y of the corners, without those on straight lines.
-        ends: receives the end of each border in `points`.
-        starts: int32 [borders, 2], receives row and column of a foreground pixel of each border.
+    Receive, of each border: `points` x and y of its corners, `ends` its end there, `starts` row and column of
+    a foreground pixel.
     """
+    # A walk along a border has the foreground on its right: outer borders are clockwise. Pixels that touch at
+    # a corner only are separate. A walk begins at the upper side of a foreground pixel; `pixels`, with a
+    # border of zeros, is set to 2 where a walk has passed such a side.
     count = 0
     borders = 0
     for row in range(1, pixels.shape[0]):
@@ -151,19 +140,11 @@ def enlarge(
     row_stops: Int64s, columns: Int64s, column_weights: Float32s, column_starts: Int64s, column_stops: Int64s,
     x: int, y: int, height: int, width: int, offset: float, areas: Int64s, out: Uint32s, out_offsets: Int64s,
 ) -> None:  # fmt: skip
-    """Write the runs of enlarged logits above 0, and the areas at three thresholds.
-
-    Only the part of a mask is computed that reads a logit above -offset: all other enlarged logits are
-    weighted means of numbers that are at most -offset. Rows and columns: see `sa1b.masks.raster.LogitAxis`.
-
-    Args:
-        logits: float32 [M, R, R].
-        masks: int64 [K], indices of the logits to enlarge.
-        x, y: position of the target in its image of height x width, pixels.
-        areas: int64 [K, 3], receives the pixels above 0, offset and -offset.
-        out: uint32 [R'], receives the runs; if it is empty, the runs are only counted.
-        out_offsets: int64 [K + 1], written.
+    """Write the runs of enlarged logits above 0 of K `masks`, and the pixels above 0, offset and -offset into
+    `areas` [K, 3]; see `sa1b.masks.raster.LogitAxis`. If `out` is empty, the runs are only counted.
     """
+    # Only the part of a mask is computed that reads a logit above -offset: all other enlarged logits are
+    # weighted means of numbers that are at most -offset.
     writing = len(out) > 0
     total = np.int64(height) * width
     low = np.float32(-offset)

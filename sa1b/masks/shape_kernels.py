@@ -120,14 +120,9 @@ def remap(
     runs: Uint32s, offsets: Int64s, height: int, width: int, boxes: Int64s, columns: Int64s, firsts: Int64s,
     target_height: int, out: Uint32s, out_offsets: Int64s,
 ) -> None:  # fmt: skip
-    """Write masks whose columns and rows read source columns and rows. Target rows read source rows in order.
-
-    Args:
-        boxes: int64 [N, 4], the first column and row, and the last column and row of each mask.
-        columns: int64 [target width], the source column of each target column; -1 is background.
-        firsts: int64 [height + 1], the first target row at or after each source row.
-        out: uint32 [R'], receives the runs; if it is empty, the runs are only counted.
-        out_offsets: int64 [N + 1], written.
+    """Write masks with boxes as of `bbox`, of which each target column reads one of `columns`, -1 is
+    background, and each source row is read from the target row `firsts` on. If `out` is empty, the runs are
+    only counted.
     """
     writing = len(out) > 0
     total = np.int64(len(columns)) * target_height

@@ -109,9 +109,7 @@ class BatchStream(IterableDataset[Batch]):
         self.position = whole_number("epoch", epoch, most=MAX_POSITION // count) * count
 
     def begin(self) -> int:
-        """Begin an iteration and return its position.
-
-        The next iteration is the next epoch, even if this one is not read to its end. An endless stream
+        """Begin an iteration and return its position. The next one is the next epoch; an endless stream
         continues after the last batch passed to `taken`: UsageError if a DataLoader with workers read it.
         """
         return self.iterations.begin(self.plan)

@@ -193,21 +193,16 @@ def _open_file(given: str | Path, storage_options: Mapping[str, Any] | None, wan
             if system.size(path) not in (None, copy.stat().st_size):
                 raise ColumnError(f"{source}: the copy is not complete; run the command again")
             path = str(copy)
-        _convert(path, source, final, wanted)
+        try:
+            table = read_table(path, dict.fromkeys((*KEYS, *IMAGE_COLUMNS, name)), name, texts)
+        except (pa.ArrowException, ValueError) as error:
+            raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
+        temporary = final.with_suffix(".partial")
+        with naming_path(temporary):
+            _write(_sorted(table, source, wanted), temporary)
+            flush(temporary)
+            commit(temporary, final)
     return Column(name, final, source)
-
-
-def _convert(path: str, source: str, final: Path, wanted: _Wanted) -> None:
-    try:
-        read = dict.fromkeys((*KEYS, *IMAGE_COLUMNS, wanted.name))
-        table = read_table(path, read, wanted.name, wanted.texts)
-    except (pa.ArrowException, ValueError) as error:
-        raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
-    temporary = final.with_suffix(".partial")
-    with naming_path(temporary):
-        _write(_sorted(table, source, wanted), temporary)
-        flush(temporary)
-        commit(temporary, final)
 
 
 def _sorted(table: pa.Table, source: str, wanted: _Wanted) -> pa.RecordBatch:

@@ -74,9 +74,7 @@ class CudaLane:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """A context in which the thread submits to this lane and allocates its memory. On exit, the stream
-        that was current before waits for the lane.
-        """
+        """A context in which the thread uses this lane; at its end the caller's stream waits for the lane."""
         self._caller = caller = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._stream):
             try:

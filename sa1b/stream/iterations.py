@@ -124,9 +124,8 @@ class Iterations:
 
 
 class StreamIterator(Iterator[Batch]):
-    """One iteration over a stream in one process, which begins with its first batch. torchdata's
-    StatefulDataLoader saves its state: the start and the number of used batches, from which the start of the
-    next batch is computed.
+    """One iteration over a stream in one process, which begins with its first batch. Its state, the start and
+    the number of used batches, is what torchdata's StatefulDataLoader saves.
     """
 
     def __init__(

@@ -43,8 +43,7 @@ class Mixture:
     """The order of a mixture, for training.
 
     `phases` begin at ascending positions, the first at 0. `until` is the end of an iteration: when the first
-    source has been used once, or when all have; None is one endless iteration. ValueError: a source is never
-    used completely although `until` is "all".
+    source has been used once, or when all have; None is one endless iteration.
     """
 
     counts: tuple[int, ...]  # samples of each source in one epoch of it

@@ -148,10 +148,8 @@ def check_global_batch(global_batch: int, world_size: int, block_size: int = 1) 
 def rank_slice(
     position: int, samples: int, rank: int, world_size: int, *, block_size: int = 1
 ) -> tuple[int, int]:
-    """The positions [start, stop) that a rank takes in the step [position, position + samples).
-
-    With L = `block_size` > 1, complete blocks are distributed: of B = ceil(samples / L) blocks, rank r takes
-    those from r*B//W to (r+1)*B//W. The last block of an epoch may be short.
+    """The positions [start, stop) that a rank takes in the step [position, position + samples): of B blocks,
+    of which the last one of an epoch may be short, rank r takes those from r*B//W to (r+1)*B//W.
     """
     if not 0 <= rank < world_size:
         raise BadValue(

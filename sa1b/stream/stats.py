@@ -12,10 +12,8 @@ STAGES = ("read", "pick", "decode", "collate", "device")
 
 
 class Busy(dict[tuple[str, str], Any]):
-    """Counters of some work by stage and unit, and of reads from the local cache. One thread writes into it.
-
-    Of a stage: "items", samples for read, pick and decode, batches for collate and device; "bytes", of files
-    for read and decode, of images for device; "seconds", busy time over all threads.
+    """Counters by stage and unit, and of reads from the local cache: "items", samples for read, pick and
+    decode, batches for collate and device; "bytes", of files, of images for device; "seconds" of all threads.
     """
 
     def __missing__(self, key: tuple[str, str]) -> int:

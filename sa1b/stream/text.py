@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib import import_module
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,7 +41,10 @@ KEYS = ("mask_id", "image_id")
 Row = tuple[int, npt.NDArray[Any]]  # the key of a text, and its tokens or vector
 Key = Literal["image_id", "mask_id"]
 BYTES = "bytes"
-_FORMS = f"{BYTES!r}, the path of a .json file of the library tokenizers, or MODULE:FUNCTION"
+_FORMS = (
+    f"{BYTES!r}, the path of a .json file of the library tokenizers (pip install 'sa1b[text]'), or "
+    "MODULE:FUNCTION of a module that PYTHONPATH finds"
+)
 
 
 class ColumnError(Sa1bError):
@@ -182,26 +184,13 @@ def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
     name = os.fspath(name)
     if name == BYTES:
         return Tokenizer(name, lambda text: bytearray(text.encode()), 256)
-    if name.endswith(".json"):
-        return _of_library(name)
-    if ":" not in name:
-        raise UsageError(f"tokenizer {name!r}: must be {_FORMS}")
     try:
-        called: Any = resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        way = f"set PYTHONPATH to the folder of the module, or pass {_FORMS}"
-        raise UsageError(f"tokenizer {name!r}: cannot be imported ({error}); {way}") from error
-    return Tokenizer(name, called, getattr(called, "vocabulary", None))
-
-
-def _of_library(path: str) -> Tokenizer:
-    if not Path(path).is_file():
-        raise UsageError(f"tokenizer {path!r}: there is no such file; pass {_FORMS}")
-    try:
-        opened: Any = import_module("tokenizers").Tokenizer.from_file(path)
+        if not name.endswith(".json"):
+            called: Any = resolve_name(name)
+            return Tokenizer(name, called, getattr(called, "vocabulary", None))
+        opened: Any = import_module("tokenizers").Tokenizer.from_file(name)
     except Exception as error:  # the library raises Exception itself
-        why = f"cannot be opened ({error}); it must be a file of the library tokenizers (sa1b[text])"
-        raise UsageError(f"tokenizer {path!r}: {why}") from error
+        raise UsageError(f"tokenizer {name!r}: cannot be opened ({error}); pass {_FORMS}") from error
     opened.no_padding()
     opened.no_truncation()
-    return Tokenizer(path, lambda text: opened.encode(text).ids, opened.get_vocab_size())
+    return Tokenizer(name, lambda text: opened.encode(text).ids, opened.get_vocab_size())

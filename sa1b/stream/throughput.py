@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,58 +43,34 @@ _SAMPLES = 64  # JPEG files that are kept in memory
 _PORTION = 8  # images that a thread decodes in one job
 
 
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """The measured throughput, and the settings of the loader."""
+class Throughput(dict[str, Any]):
+    """The measurement as JSON values, and as text."""
 
-    root: str
-    processes: int
-    threads: int  # of each process
-    image_size: int
-    masks: int
-    dense: int | None
-    batch: int
-    device: str
-    decoder: str  # see sa1b.stream.decode
-    on_cpu: float | None  # share of the images that a decoder of the GPU left to the CPU
-    images_per_second: dict[str, float]  # rates of storage, decode and loader
-    storage_bytes_per_second: float  # read, of JPEG files and mask records
-    shares: dict[str, float]  # of the threads' busy time in each stage of the loader
-    limit: str  # "storage", or the stage with the largest share of the busy time
-    advice: str  # how to increase the throughput
-    cache: dict[str, int] | None  # reads from the local cache and the store; None without a cache
+    def __init__(self, settings: str, **values: Any) -> None:
+        super().__init__(values)
+        self._settings = settings
 
     def document(self) -> dict[str, Any]:
-        """The measurement as JSON values; `threads` are those of all processes."""
-        values = {**asdict(self), "threads": self.processes * self.threads}
-        del values["processes"]
-        return values
+        """The measurement as JSON values."""
+        return self
 
     def table(self) -> str:
         """The measurement as text."""
-        output = "runs" if self.dense is None else f"pixels at {self.dense} x {self.dense}"
-        processes = f"{self.processes} processes of " if self.processes > 1 else ""
-        decoder = ""
-        if self.on_cpu is not None:
-            decoder = f", decoded there by {self.decoder} ({self.on_cpu:.1%} of the images on the CPU)"
-        lines = [
-            f"images of {self.image_size} pixels, up to {counted(self.masks, 'mask')} as {output}, "
-            f"{processes}{counted(self.threads, 'thread')}, {self.device}{decoder}\n"
-        ]
-        lines += [f"  {name:<7}  {rate:10,.0f} images/s" for name, rate in self.images_per_second.items()]
-        lines[1] += f"  {self.storage_bytes_per_second / 1e6:,.0f} MB/s"
-        shares = (f"{LABELS[name]} {share:.0%}" for name, share in self.shares.items() if share >= 0.01)
+        lines = [f"{self._settings}\n"]
+        lines += [f"  {name:<7}  {rate:10,.0f} images/s" for name, rate in self["images_per_second"].items()]
+        lines[1] += f"  {self['storage_bytes_per_second'] / 1e6:,.0f} MB/s"
+        shares = (f"{LABELS[name]} {share:.0%}" for name, share in self["shares"].items() if share >= 0.01)
         lines.append(f"\nBusy time of the loader: {', '.join(shares)}.")
-        if self.cache is not None:
+        if (cache := self["cache"]) is not None:
             lines.append(
-                "Cache: {hits:,} hits, {misses:,} misses, {outside:,} reads outside.".format(**self.cache)
+                "Cache: {hits:,} hits, {misses:,} misses, {outside:,} reads outside.".format(**cache)
             )
-        return "\n".join([*lines, f"Limit: {LABELS.get(self.limit, self.limit)}. {self.advice}"])
+        return "\n".join([*lines, f"Limit: {LABELS.get(self['limit'], self['limit'])}. {self['advice']}"])
 
 
-def measure(stream: Stream, *, seconds: float = 15.0, quiet: bool = False, **options: Any) -> Throughput:
-    """Measure storage, decoder and loader of an endless stream for `seconds`; `options`: of the `Loader`."""
-    loader = Loader(stream, **options, quiet=True)
+def measure(stream: Stream, *, seconds: float = 15.0, quiet: bool = False, **of_loader: Any) -> Throughput:
+    """Measure storage, decoder and loader of an endless stream for `seconds`; `of_loader`: its options."""
+    loader = Loader(stream, **of_loader, quiet=True)
     threads = loader.processes * loader.threads
     with ThreadPoolExecutor(threads) as pool, bar(100, "bench", "%", quiet) as shown:
 
@@ -127,24 +103,30 @@ def measure(stream: Stream, *, seconds: float = 15.0, quiet: bool = False, **opt
     text = remedy(limit, replace(LoaderSettings.of(loader), stored=stored, trains=False))
     known = before["cache"]
     cache = known and {name: count - known[name] for name, count in after["cache"].items()}
-    on_gpu = stream.decoder.counts if isinstance(stream.decoder, GpuDecoder) else None
+    options, dense, place, on_cpu = stream.options, loader.dense, str(loader.device), None
+    if isinstance(stream.decoder, GpuDecoder):
+        on_cpu = 1 - stream.decoder.counts["gpu"] / max(stream.decoder.counts.total(), 1)
+        place += f", decoded there by {options.decoder} ({on_cpu:.1%} of the images on the CPU)"
+    output = "runs" if dense is None else f"pixels at {dense} x {dense}"
+    processes = f"{loader.processes} processes of " if loader.processes > 1 else ""
     return Throughput(
+        f"images of {options.image_size} pixels, up to {counted(options.masks, 'mask')} as {output}, "
+        f"{processes}{counted(loader.threads, 'thread')}, {place}",
         root=str(stream.root),
-        processes=loader.processes,
-        threads=loader.threads,
-        image_size=stream.options.image_size,
-        masks=stream.options.masks,
-        dense=loader.dense,
+        threads=threads,  # of all processes
+        image_size=options.image_size,
+        masks=options.masks,
+        dense=dense,
         batch=stream.plan.micro_batch,
         device=str(loader.device),
-        decoder=stream.options.decoder,
-        on_cpu=None if on_gpu is None else 1 - on_gpu["gpu"] / max(on_gpu.total(), 1),
+        decoder=options.decoder,
+        on_cpu=on_cpu,  # share of the images that a decoder of the GPU left to the CPU
         images_per_second={"storage": storage, "decode": decoded, "loader": rate},
         storage_bytes_per_second=storage * sum(sizes) / max(len(sizes), 1),
-        shares=limiting(busy)[1],
-        limit=limit,
+        shares=limiting(busy)[1],  # of the threads' busy time in each stage of the loader
+        limit=limit,  # "storage", or the stage with the largest share of the busy time
         advice=f"{text[0].upper()}{text[1:]}.",
-        cache=cache,
+        cache=cache,  # reads from the local cache and the store; None without a cache
     )
 
 

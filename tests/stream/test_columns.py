@@ -199,9 +199,9 @@ def test_a_source_is_converted_once_and_again_when_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     converted = []
-    whole = columns._convert
+    whole = columns.read_table
     monkeypatch.setattr(
-        columns, "_convert", lambda *given, **named: (converted.append(given[0]), whole(*given, **named))
+        columns, "read_table", lambda *given, **named: converted.append(given[0]) or whole(*given, **named)
     )
     path = write(tmp_path / "c.jsonl", table_of([2, 1], caption=["b", "a"]))
     for _ in range(2):

@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:
         (["--data.text-width", "7"], "--data.text-width 7: the column of texts has strings; pass"),
         (["--data.text", "no.parquet"], "^--data.text: /.*/no.parquet does not exist; give the path of a"),
         (["--data.text-column", "caption"], "no column 'caption'; choose from image_id, mask_id, text"),
-        (["--data.tokenizer", "no.json"], "tokenizer 'no.json': there is no such file"),
+        (["--data.tokenizer", "no.json"], "tokenizer 'no.json': cannot be opened .No such file"),
     ):
         with pytest.raises(UsageError, match=message):
             read(config_of(*flags))
