@@ -138,15 +138,8 @@ def rasterize_read(
 
 
 def painted(runs: Runs, most: float = np.inf) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-    """Masks painted over one another, in their order.
-
-    Args:
-        runs: N masks of one image.
-        most: a mask of which more than this part is painted already is left out.
-
-    Returns:
-        The number of the mask at each pixel, from 1, int32 [height, width], 0 for none; and which masks were
-        not left out, bool [N].
+    """N masks painted over one another, except those of which more than the part `most` is painted already:
+    the number of the mask at each pixel, from 1, int32 [height, width], and the masks painted, bool [N].
     """
     out, kept = np.zeros((runs.width, runs.height), np.int32), np.empty(len(runs), np.bool_)
     pixel_kernels.paint(runs.runs, runs.offsets, float(most), out.reshape(-1), kept)
@@ -204,9 +197,8 @@ def runs_of_logits(
 ) -> Runs:
     """The masks of the pixels whose enlarged logit is above 0: K masks in canonical form.
 
-    Logits are float32 [M, R, R], of the padded square. `select`: integers [K] or bool [M], as for
-    `Runs.select`. `position` is x and y of the enlarged logits in the `image`, height and width, if they are
-    of a crop; ValueError if the crop is not inside.
+    Logits are float32 [M, R, R], of the padded square; `select` is as for `Runs.select`. `position` is x and
+    y of the enlarged logits in the `image`, height and width, if they are of a crop.
     """
     size = len(rows.reads), len(columns.reads)
     height, width = size if image is None else check_size(*image)

@@ -106,10 +106,7 @@ def framed_sizes(source_sizes: Tensor, image_size: int) -> Tensor:
 
 
 def inside_image(framed: Tensor, image_size: int, size: int) -> Tensor:
-    """Pixels of the padded square at `size` whose centre is in the image: bool [N, size, size].
-
-    `framed`: int64 [N, 2], rows and columns of each image in the square, as `framed_sizes` returns them.
-    """
+    """Pixels of the square at `size` whose centre is in the image of `framed_sizes`: bool [N, size, size]."""
     target = torch.arange(size, device=framed.device)
     rows, columns = (source_pixel(target, image_size, 2 * size) < framed[:, i : i + 1] for i in range(2))
     inside: Tensor = rows[:, :, None] & columns[:, None, :]
@@ -117,10 +114,7 @@ def inside_image(framed: Tensor, image_size: int, size: int) -> Tensor:
 
 
 def normalised(images: Tensor, sizes: Tensor | None, mean: Tensor, std: Tensor) -> Tensor:
-    """Normalised pixels float32 [B, 3, S, S] of RGB images uint8 [B, 3, S, S], the input of the encoder.
-
-    `sizes`: int64 [B, 2], rows and columns of each image; pixels outside are set to 0 after normalisation.
-    """
+    """Normalised pixels float32 [B, 3, S, S] of images uint8 [B, 3, S, S]; 0 outside `sizes`, [B, 2]."""
     pixels = images.to(torch.float32).sub_(mean).div_(std)
     if sizes is not None:
         pixels_of_axis = torch.arange(images.shape[-1], device=images.device)

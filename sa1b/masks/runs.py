@@ -43,17 +43,16 @@ class SizeError(Sa1bError, ValueError):
 
 def check_size(height: object, width: object) -> tuple[int, int]:
     """Height and width in pixels as plain ints, or SizeError."""
+    sizes = list[int]()
     for name, value in (("height", height), ("width", width)):
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
             raise SizeError(f"{name} must be an integer, got {type(value).__name__}")
         if value < 1:
             raise SizeError(f"{name} must be at least 1, got {value}")
-    assert isinstance(height, int | np.integer)
-    assert isinstance(width, int | np.integer)
-    height, width = int(height), int(width)
-    if height * width > MAX_PIXELS:
+        sizes.append(int(value))
+    if sizes[0] * sizes[1] > MAX_PIXELS:
         raise SizeError(f"{height} x {width} pixels are more than {MAX_PIXELS}")
-    return height, width
+    return sizes[0], sizes[1]
 
 
 def chosen_indices(indices: npt.ArrayLike, count: int) -> npt.NDArray[np.int64]:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sa1b.errors import Sa1bError
 from sa1b.stream.batch import Batch
 from sa1b.stream.batch_stream import BatchStream
 from sa1b.stream.ragged import Tensors
@@ -96,7 +97,11 @@ class SideStream:
     def page_lock(self, memory: npt.NDArray[np.uint8]) -> None:
         """Page-lock memory until it is freed, so that copies from it need not wait."""
         runtime, start = _CUDA.cudart(), memory.ctypes.data
-        _CUDA.check_error(int(runtime.cudaHostRegister(start, memory.nbytes, 0)))
+        if code := int(runtime.cudaHostRegister(start, memory.nbytes, 0)):
+            raise Sa1bError(
+                f"memory of a loader ({memory.nbytes:,} bytes): cannot be page-locked, CUDA error {code}; "
+                "pass fewer processes, a smaller prefetch or a smaller micro_batch"
+            )
         weakref.finalize(memory, runtime.cudaHostUnregister, start).atexit = False
 
     def copy(self, batch: Batch) -> Batch:

@@ -108,10 +108,7 @@ class Mixture:
 
 
 def whole_weights(values: Sequence[object]) -> tuple[int, ...]:
-    """Weights as whole numbers without a common divisor. They may be int, float, Fraction, or text such as
-    "1/3"; a float is read as it is printed, 0.1 as 1/10. ValueError: a weight is negative or no number, all
-    are 0, or their period has more than 2**20 positions.
-    """
+    """Weights, numbers or text such as "1/3", as whole numbers without a common divisor; 0.1 is 1/10."""
     shown = ", ".join(map(str, values))
     try:
         weights = [Fraction(str(value)) for value in values]
