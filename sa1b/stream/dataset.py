@@ -121,6 +121,8 @@ class Stream(BatchStream):
                 f"epochs={epochs!r} must be 1, an epoch in each iteration, or None, an endless iteration; "
                 "iterate again for more epochs"
             )
+        if epochs is None and order == "sequential":
+            raise BadValue("epochs=None: a sequential iteration ends; pass order='shuffle'")
         global_batch = whole_number("global_batch", global_batch, 1)
         micro_batch = None if micro_batch is None else whole_number("micro_batch", micro_batch, 1)
         block_size = whole_number("block_size", block_size, 1)

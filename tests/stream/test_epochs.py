@@ -220,6 +220,8 @@ def test_an_endless_stream_of_workers_is_not_read_twice_unnoticed(root: Path, pe
 def test_what_epochs_cannot_be_is_refused(root: Path) -> None:
     with pytest.raises(ValueError, match="epochs=3 must be 1.*iterate again for more"):
         stream_of(root, epochs=3)
+    with pytest.raises(ValueError, match="epochs=None: .* pass order='shuffle'"):
+        stream_of(root, epochs=None, order="sequential")
     with pytest.raises(ValueError, match="epoch=-1 must be at least 0"):
         stream_of(root).set_epoch(-1)
 
