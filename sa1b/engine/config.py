@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,14 +19,13 @@ import torch
 import tyro
 from torch import nn
 
-from sa1b.arguments import Range, plain_root, plain_words, was_url
+from sa1b.arguments import Range, plain_words, was_url
 from sa1b.console import counted, usage_errors
 from sa1b.engine.checkpoint import folder as checkpoint_files
 from sa1b.engine.checkpoint.bucket import local_folder, saved
 from sa1b.engine.mix_file import roots_of
 from sa1b.engine.model import Scorer, declared
-from sa1b.engine.ranks.agreement import DisagreementError
-from sa1b.engine.ranks.parallel import check_memory
+from sa1b.engine.ranks import agreement
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import (
     CheckpointConfig,
@@ -120,9 +119,12 @@ class Config(ABC):
     def build(self) -> nn.Module:
         """The model (`sa1b.engine.model`), with weights from torch's generator."""
 
-    def scorer(self, device: torch.device) -> Scorer | None:
-        """The scorer of an evaluation of the model; None: the model has no evaluation."""
-        return None
+    def scorer(self, device: torch.device) -> Scorer:
+        """The scorer of an evaluation of the model; UsageError: the model has none."""
+        raise UsageError(
+            f"--evaluation: the model of {type(self).__name__} has no evaluation; drop --evaluation.view "
+            "and --evaluate-only"
+        )
 
     def resolved(self) -> "Config":
         """The settings with values that are read from files when the run starts; raises UsageError."""
@@ -132,10 +134,7 @@ class Config(ABC):
         """Refuse settings that do not fit together; UsageError names the flag."""
         evaluation, coco = self.evaluation, self.evaluation.coco is not None
         if coco and (not self.evaluate_only or self.dry_run):
-            raise UsageError(
-                "--evaluation.coco: is for evaluation without training; pass --evaluate-only, and no "
-                "--dry-run"
-            )
+            raise UsageError("--evaluation.coco: is not for training; pass --evaluate-only, and no --dry-run")
         set_endpoint(self)
         if not self.data.root and self.data.mix is None and not coco:
             raise UsageError("--data.root: missing; pass the folder that `sa1b reshard` made, or its URL")
@@ -146,26 +145,11 @@ class Config(ABC):
             )
         Range(0, below=1 << 63).check("--seed", self.seed)
         deadline_of(self.deadline)  # is refused now
-        waits = {"data.deadline": self.data.deadline, "health.stall": self.health.stall or 0.0}
-        limits = ("timeout", "timeout_first") if self.parallel.mode != "none" else ()
-        for flag, (other, seconds) in product(limits, waits.items()):
-            if (limit := getattr(self.parallel, flag)) <= seconds:
-                raise UsageError(
-                    f"--parallel.{flag.replace('_', '-')} {limit:g}: not longer than --{other} {seconds:g}, "
-                    "so it would end a run that waits for its storage; raise the first or lower the second"
-                )
         _check_out(self)
-        evaluates = evaluation.view is not None or self.evaluate_only
-        if evaluates and self.scorer(torch.device("cpu")) is None:
-            raise UsageError(
-                f"--evaluation: the model of {type(self).__name__} has no evaluation; drop "
-                "--evaluation.view, --evaluation.every and --evaluate-only"
-            )
+        if evaluation.view is not None or self.evaluate_only:
+            self.scorer(torch.device("cpu"))
         if self.evaluate_only and evaluation.view is None and not coco:
-            raise UsageError(
-                "--evaluate-only: no images are named; pass --evaluation.view, or --evaluation.coco with "
-                "--evaluation.images"
-            )
+            raise UsageError("--evaluate-only: no images are named; pass --evaluation.view or .coco")
         if self.json_output and not self.evaluate_only:
             raise UsageError("--json: is for --evaluate-only; a training run writes OUT/metrics.jsonl")
 
@@ -222,13 +206,8 @@ def parse(
     world_size: int | None = None,
     on_cpu: str | None = None,
 ) -> Config:
-    """The settings of a command line. `--preset` decides the defaults of all other flags.
-
-    Args:
-        presets: name -> settings; the first is the default, and that of a run from random weights `on_cpu`.
-        prog: name of the command in the help; by default the command that started this process.
-        root: --data.root if the flag is missing, and --data.text; if empty, the flags are required.
-        world_size: number of ranks of the run; by default of this process group.
+    """The settings of a command line; the preset, by default the first or `on_cpu`, decides the defaults.
+    `root`: --data.root and --data.text if the flags are missing; if empty, they are required.
     """
     arguments, notes = plain_words(arguments), list[str]()
     passed = _passed(arguments)
@@ -268,12 +247,10 @@ def parse(
             default=default,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
-    if root and config.data.mix is not None and config.data.root == root:
-        config = replace(config, data=replace(config.data, root=""))
     config.check()
     config.parallel.check(ranks)
-    images = 1 if config.evaluate_only else config.micro_batches(ranks)[0]
-    check_memory(config.data, images, config.image_size)
+    if not config.evaluate_only:
+        config.micro_batches(ranks)
     _print(notes)
     return config
 
@@ -329,23 +306,13 @@ def _check_out(config: Config) -> None:
         raise UsageError(
             f"--out {out}: is a dataset directory or inside one, and a run must not write there; name another"
         )
-    if config.is_remote and not out.partition("://")[2].strip("/"):
-        raise UsageError(f"--out {out}: names no bucket; pass a URL such as s3://BUCKET/FOLDER")
-    if plain_root(out) != out:
-        raise UsageError(f"--out {out}: is not in its shortest form; pass {plain_root(out)}")
-    if config.scratch and not config.is_remote and not protocol_of(config.init or ""):
-        raise UsageError(f"--scratch {config.scratch}: only for a URL as --out or --init; omit it")
     if was_url(out) and not config.is_remote and not config.folder.exists():
         raise UsageError(f"--out {out}: no folder; did you mean {out.replace(':/', '://', 1)}?")
     if kind_of(out).is_read_only:
-        raise UsageError(
-            f"--out {out}: {protocol_of(out)} can only be read; pass a folder, or an s3://, gs:// or az:// "
-            "URL"
-        )
+        raise UsageError(f"--out {out}: {protocol_of(out)} can only be read; pass a folder or an s3:// URL")
     if run := checkpoint_files.run_around(out if config.is_remote else str(config.folder.resolve())):
         raise UsageError(
-            f"--out {out}: is in the checkpoints of a run, which it would damage; pass --out {run} to resume "
-            "that run, or another --out with --init"
+            f"--out {out}: is in the checkpoints of a run, which it would damage; pass --out {run} to resume"
         )
 
 
@@ -353,12 +320,8 @@ def agree(config: Config, rank_info: RankInfo, **digests: Any) -> None:
     """DisagreementError, on all ranks, if settings or `digests` of a rank differ from those of rank 0."""
     document = config.document()
     del document["scratch"]  # machines may have different disks
-    of_all = rank_info.gather({f"--{flag}": value for flag, value in leaves(document)} | digests)
-    for rank, other in enumerate(of_all):
-        for name, value in of_all[0].items():
-            if other.get(name) != value:
-                message = f"{name} is {other.get(name)!r} on rank {rank} and {value!r} on rank 0"
-                raise DisagreementError(message)
+    values = {f"--{flag}": value for flag, value in leaves(document)} | digests
+    agreement.agree({name: (0, value) for name, value in values.items()}, rank_info)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

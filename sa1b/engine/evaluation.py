@@ -79,7 +79,6 @@ def evaluate(
     training = [part for part in module.modules() if part.training]  # frozen parts are not
     module.eval()
     model, scorer = declared(module), config.scorer(rank_info.device)
-    assert scorer is not None  # refused by Config.check
     damaged = torch.zeros((), dtype=torch.int64, device=rank_info.device)
     images, show = feed.images, config.evaluation.show
     shown: list[tuple[int, str]] = []

@@ -63,12 +63,8 @@ def read_mix(
     later one holds. `history`: step and position from which a run has each global batch, for `from_step`.
     """
     flag = f"--data.mix {config.mix}"
-    if name := next((name for name in ("root", "view", "layers") if getattr(config, name)), None):
-        raise UsageError(f"--data.{name}: belongs to each source of --data.mix; move it into {config.mix}")
     try:
         mixture = msgspec.yaml.decode(Path(str(config.mix)).read_bytes(), type=_File)
-    except OSError as error:
-        raise UsageError(f"{flag}: {error.strerror}; pass a file of sources and weights") from None
     except msgspec.DecodeError as error:
         raise UsageError(
             f"{flag}: {' '.join(str(error).split())}; write sources: {{NAME: {{root: FOLDER, weight: 1}}}}, "
@@ -81,9 +77,7 @@ def read_mix(
             known = [one for one in history if one[0] <= change.from_step] or [(0, 0, config.global_batch)]
             position = known[-1][1] + (change.from_step - known[-1][0]) * known[-1][2]
         if position is None:
-            raise UsageError(
-                f"{flag}: schedule: a change has no from_step and no from_position; write one of them"
-            )
+            raise UsageError(f"{flag}: schedule: a change has no from_step and no from_position; write one")
         schedule[position] = change.weights
     return [_source(flag, name, given, config) for name, given in mixture.sources.items()], schedule
 

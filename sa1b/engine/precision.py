@@ -22,17 +22,10 @@ def compute_dtype(precision: Precision) -> torch.dtype | None:
 
 def set_float32(precision: Precision, device: torch.device) -> None:
     """Set the precision of float32 products in this process: exact, or tf32. Torch's default is tf32 for
-    convolutions. UsageError: the device does not support tf32 or bf16.
+    convolutions. UsageError: the device has no tf32.
     """
     if precision == "tf32" and device.type != "cuda":
         raise UsageError("--parallel.precision tf32: needs a GPU; pass fp32 or bf16")
-    if precision in ("tf32", "bf16") and device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 8:
-            raise UsageError(
-                f"--parallel.precision {precision}: needs a GPU of compute capability 8.0, this one has "
-                f"{major}.{minor}; pass fp16 or fp32"
-            )
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from sa1b.arguments import Range, check_cache_flags, check_fields
-from sa1b.console import command
 from sa1b.engine.precision import Precision
 from sa1b.errors import UsageError
 from sa1b.stream.sample import Strategy
@@ -42,6 +41,11 @@ _FLAGS_OF_MODES = {
     "ddp": ("static_graph", "find_unused", "broadcast_buffers", "bucket", "compress"),
 }
 
+# Flags of evaluations that have no effect without another one.
+_NEEDS = (
+    *(("coco", "images"), ("images", "coco"), ("detections", "coco")),
+    *(("every", "view"), ("best", "view"), ("patience", "best"), ("patience", "every")),
+)
 _SECONDS = Range(above=0, unit=" seconds")
 
 
@@ -119,9 +123,6 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_fields(self, "data")
         check_cache_flags("--data.cache", self.cache, self.cache_bytes)
-        if self.text is None and (self.text_key, self.text_column) != (None, "text"):
-            flag = "--data.text-key" if self.text_key is not None else "--data.text-column"
-            raise UsageError(f"{flag}: is a column of a table of texts; also pass --data.text")
 
     def texts(self) -> Text | None:
         """The table of texts; None without one."""
@@ -188,10 +189,7 @@ class ParallelConfig:
         """UsageError: settings do not fit each other or the number of ranks; the message names the flag."""
         check_fields(self, "parallel")
         if self.mode == "none" and world_size > 1:
-            raise UsageError(
-                f"--parallel.mode none: is for one process, this run has {world_size}; "
-                "pass --parallel.mode ddp or fsdp"
-            )
+            raise UsageError(f"--parallel.mode none: is for one process, not {world_size}; pass ddp or fsdp")
         group_size(self.wrap)
         defaults = ParallelConfig()
         for mode, flags in _FLAGS_OF_MODES.items():
@@ -199,10 +197,6 @@ class ParallelConfig:
                 if getattr(self, flag) != getattr(defaults, flag):
                     name = f"--parallel.{flag.replace('_', '-')}"
                     raise UsageError(f"{name}: is for --parallel.mode {mode}, not {self.mode}; drop one")
-        for one, other in (("static_graph", "find_unused"), ("sync_batchnorm", "broadcast_buffers")):
-            if getattr(self, one) and getattr(self, other):
-                names = [f"--parallel.{flag.replace('_', '-')}" for flag in (one, other)]
-                raise UsageError(f"{', '.join(names)}: exclude each other; drop one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,15 +263,11 @@ class OptimConfig:
                 raise UsageError(f"{name}: is for --optim.schedule {schedule}, not {self.schedule}; drop one")
         if self.warmup + max(self.cooldown, 1) > self.steps:
             both = f" and --optim.cooldown {self.cooldown} together" if self.cooldown else ""
-            raise UsageError(
-                f"--optim.warmup {self.warmup}{both}: must be less than --optim.steps {self.steps}"
-            )
+            least = f"must be less than --optim.steps {self.steps}"
+            raise UsageError(f"--optim.warmup {self.warmup}{both}: {least}")
         marks = pairwise([self.warmup, *self.milestones])
         if self.schedule == "step" and any(mark >= other for mark, other in marks):
-            raise UsageError(
-                f"--optim.milestones {self.milestones}: must be in ascending order and after "
-                f"--optim.warmup {self.warmup}"
-            )
+            raise UsageError(f"--optim.milestones {self.milestones}: must ascend, after --optim.warmup")
 
     def fitted(self, steps: int, fitting: Collection[str]) -> tuple["OptimConfig", list[str]]:
         """These settings with another number of steps, and lines that describe what changed: of warmup and
@@ -335,28 +325,9 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "evaluation")
-        if (self.coco is None) != (self.images is None):
-            raise UsageError(
-                "--evaluation.coco, --evaluation.images: one of them is missing; pass both, annotations "
-                "and images"
-            )
-        if self.coco is not None and self.view is not None:
-            raise UsageError("--evaluation.coco, --evaluation.view: two sets of images; pass one")
-        if self.detections is not None and self.coco is None:
-            raise UsageError(
-                "--evaluation.detections: --evaluation.coco is missing; pass the annotations it belongs to"
-            )
-        for flag in ("every", "best"):
-            if getattr(self, flag) and self.view is None:
-                raise UsageError(
-                    f"--evaluation.{flag} {getattr(self, flag)}: needs --evaluation.view; make one with "
-                    f"`{command('view')} ROOT --held-out PART --split held-out`"
-                )
-        if self.patience and (self.best is None or not self.every):
-            raise UsageError(
-                f"--evaluation.patience {self.patience}: counts evaluations without a better score; pass "
-                "--evaluation.best and --evaluation.every too"
-            )
+        for flag, other in _NEEDS:
+            if (value := getattr(self, flag)) and not getattr(self, other):
+                raise UsageError(f"--evaluation.{flag} {value}: needs --evaluation.{other}; pass both")
 
     def how(self, scores: Collection[str]) -> dict[str, str | int | None]:
         """Protocol, place of clicks and most masks of an image (None: all) of a mean IoU; else nothing."""

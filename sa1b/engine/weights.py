@@ -68,8 +68,6 @@ def find_weights(
                 raise CheckpointError(f"{path}: no such file or folder; pass {KINDS}")
             if not path.is_dir():
                 return str(path), read_file(path)
-            if path.name == CHECKPOINTS and steps(path):
-                raise CheckpointError(f"{path}: the folder of a run's checkpoints; pass {path.parent}")
             step = step_of(path.name)
             checkpoints = path / CHECKPOINTS if step is None else path.parent
             root, there = str(checkpoints), steps(checkpoints) if step is None else [step]

@@ -103,7 +103,7 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(trained, tmp_p
     assert f"{text}: not a file of weights, it begins with b'not weights'; pass a .pth or .saf" in line
     for source, target, complaint in (
         (empty, out, "empty: a folder without weights; pass the folder of a run"),
-        (folder / "checkpoints", out, f"folder of a run's checkpoints; pass {folder}"),
+        (folder / "checkpoints", out, "checkpoints: a folder without weights; pass the folder of a run"),
         (tmp_path / "missing.pth", out, r"missing.pth: no such file or folder; pass the folder of a run"),
         (folder, tmp_path / "empty.pth", "empty.pth: must be a file"),
         (folder, tmp_path / "out.bin", "or .pth; tars become shards by `sa1b reshard`"),

@@ -252,10 +252,12 @@ def test_an_image_that_does_not_decode_ends_the_command_with_its_name(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"coco": Path("a.json")}, "pass both, annotations and images"),
-        ({"images": Path("a")}, "pass both, annotations and images"),
-        ({"detections": Path("a.json")}, "--evaluation.detections: --evaluation.coco is missing"),
-        ({"coco": Path("a.json"), "images": Path("a"), "view": "b"}, "--evaluation.view: two sets of images"),
+        ({"coco": Path("a.json")}, "--evaluation.coco a.json: needs --evaluation.images; pass both"),
+        ({"images": Path("a")}, "--evaluation.images a: needs --evaluation.coco; pass both"),
+        (
+            {"detections": Path("a.json")},
+            "--evaluation.detections a.json: needs --evaluation.coco; pass both",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:

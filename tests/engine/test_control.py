@@ -204,8 +204,8 @@ def test_a_file_that_is_not_written_within_the_limit_ends_this_rank_and_is_named
     with pytest.raises(WriteError) as raised:
         control.write(path, lambda: append_line(path, "{}"))
     assert str(raised.value) == (
-        f"{path}: no answer within 0.05 s (--data.deadline); check the disk or the server of its mount, then "
-        "start the same command again: it resumes from the newest checkpoint"
+        f"{path}: no answer within 0.05 s (--data.deadline); check the disk, then start the same "
+        "command again: it resumes from the newest checkpoint"
     )
     path.open("rb").close()  # the thread ends
 

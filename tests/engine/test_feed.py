@@ -219,7 +219,7 @@ def test_what_does_not_fit_the_ranks_is_refused(
 
 def test_decoding_on_a_gpu_needs_a_gpu_and_a_library(root: Path, tmp_path: Path) -> None:
     assert feed_of(root, tmp_path, decode="cpu").loader.stream.options.decoder == "cpu"
-    with pytest.raises(UsageError, match=r"--data.decode gpu: this run is on the CPU; drop the flag"):
+    with pytest.raises(UsageError, match=r"--data.decode 'gpu': decodes into memory of a GPU, not of cpu"):
         feed_of(root, tmp_path, decode="gpu")
     missing = with_flags(ValueError("decode='gpu': needs torchcodec: or pass decode='cpu'"))
     assert str(missing) == "--data.decode 'gpu': needs torchcodec: or pass --data.decode 'cpu'"

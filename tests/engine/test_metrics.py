@@ -186,11 +186,7 @@ def test_an_evaluation_is_a_line_of_its_own_and_a_sentence(
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [
-        ({"every": 0}, "--logging.every"),
-        ({"profile": (2, 1)}, "--logging.profile"),
-        ({"profile": (-1, 1)}, "--logging"),
-    ],
+    [({"every": 0}, "--logging.every")],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, object], named: str) -> None:
     with pytest.raises(UsageError, match=named):
@@ -217,5 +213,5 @@ def test_patience_needs_a_score_and_a_view() -> None:
         EvaluationConfig(best="mean")
     givens: list[dict[str, Any]] = [{"view": "held", "every": 2}, {"view": "held", "best": "mean"}]
     for given in givens:
-        with pytest.raises(UsageError, match="--evaluation.patience 3: counts evaluations"):
+        with pytest.raises(UsageError, match=r"--evaluation.patience 3: needs --evaluation.(best|every)"):
             EvaluationConfig(patience=3, **given)

@@ -67,11 +67,3 @@ def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, text: str, messa
     assert str(refused.value).startswith(f"--data.mix {tmp_path / 'mix.yaml'}: ")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_a_missing_file_and_flags_of_one_dataset_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--data.mix .*none.yaml: No such file or directory; pass a file"):
-        read_mix(DataConfig(mix=str(tmp_path / "none.yaml")))
-    for name, value in (("root", "x"), ("view", "v"), ("layers", ("l",))):
-        with pytest.raises(UsageError, match=f"--data.{name}: belongs to each source of --data.mix"):
-            read_mix(settings(tmp_path, GOOD, **{name: value}))

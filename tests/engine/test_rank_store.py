@@ -42,9 +42,9 @@ def test_a_foreign_program_at_the_port_ends_training(
 @pytest.mark.parametrize(
     ("set_to", "said"),
     [
-        ({}, "MASTER_ADDR and MASTER_PORT not set; start the ranks with torchrun"),
-        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT not set; start"),
-        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "port x is not a number; start"),
+        ({}, "(not set):(not set): "),
+        ({"MASTER_ADDR": "127.0.0.1"}, "127.0.0.1:(not set): "),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "127.0.0.1:x: "),
     ],
 )
 def test_a_missing_address_is_named(
@@ -57,3 +57,4 @@ def test_a_missing_address_is_named(
     with pytest.raises(UsageError) as refused:
         fresh_store(0, 2, WAIT)
     assert str(refused.value).startswith(f"MASTER_ADDR and MASTER_PORT (rank 0): {said}")
+    assert "; start the ranks with torchrun" in str(refused.value)

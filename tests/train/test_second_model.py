@@ -99,12 +99,6 @@ BRANCH = ("--branch",)
 
 def test_a_branch_that_only_some_steps_use_needs_a_flag_with_ddp(root: Path, tmp_path: Path) -> None:
     given = {"ranks": 2, "mode": "ddp", "model": "reconstruction"}
-    ended = start(root, tmp_path / "refused", *BRANCH, **given)
-    assert 2 in ended.codes, ended.outputs
-    output = ended.outputs[ended.codes.index(2)]
-    assert "branch.weight, branch.bias: has no gradient in a step of this rank" in output
-    assert "pass --parallel.find-unused if" in output
-    assert "Traceback" not in "".join(ended.outputs)
     alone = train_to_end(root, tmp_path / "alone", *BRANCH, model="reconstruction")
     found = train_to_end(root, tmp_path / "run", *BRANCH, "--parallel.find-unused", **given)
     assert losses(found) == pytest.approx(losses(alone), rel=1e-5, abs=0)

@@ -1,13 +1,14 @@
-"""Checks that all ranks have the same folder and the same model. Training itself would not detect that: DDP
-would apply gradients of one model to the weights of another, and FSDP would assemble a model from shards of
-several.
+"""Checks that all ranks have the same folder, settings and model, which training would not detect: DDP would
+apply gradients of one model to another, and FSDP would assemble a model from shards of several.
 """
 
 import secrets
 import socket
 import time
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryFile
+from typing import Any
 
 import torch
 from isal import isal_zlib
@@ -26,18 +27,18 @@ _SHOWN_AFTER = 5.0  # seconds within which a host must see a file that another h
 
 
 def check_shared_folder(folder: Path, rank_info: RankInfo, limit: float) -> None:
-    """Create a folder and check that all ranks see the same folder; collective. The others look for a file of
-    rank 0 for some seconds: a network file system may show new files late.
-
-    Only this rank raises UsageError if the disk does not answer within `limit` seconds, if the folder cannot
-    be written, or if it has files that no run wrote.
+    """Create a folder and check that all ranks see the same one; collective. Only this rank raises an error
+    if its disk does not answer within `limit` seconds, or if the folder has files that no run wrote.
     """
+
+    def check() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        check_files(FolderStore(folder), str(folder))
+
     try:
-        Limited().call(lambda: _check_files(folder), limit)
+        Limited().call(check, limit)
     except OverdueError as error:
-        raise UsageError(
-            f"--out {folder}: {error} (--data.deadline); check the disk or the server of its mount"
-        ) from None
+        raise UsageError(f"--out {folder}: {error} (--data.deadline); check the disk") from None
     token = folder / rank_info.gather(f".shared-{secrets.token_hex(8)}")[0]
     if rank_info.rank == 0:
         token.touch()
@@ -52,35 +53,31 @@ def check_shared_folder(folder: Path, rank_info: RankInfo, limit: float) -> None
     if others := [where for seen, where in of_all if not seen]:
         raise UsageError(
             f"--out {folder}: the folder of rank {of_all[0][1]} differs on ranks {first_names(others, 4)}; "
-            "pass an absolute path on a file system that all ranks share, since they write one checkpoint "
-            "together"
+            "pass an absolute path on a file system that all ranks share"
         )
-
-
-def _check_files(folder: Path) -> None:
-    what = "created"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        what = "written"
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"--out {folder}: cannot be {what} ({error.strerror}); pass a folder that this user can write"
-        ) from None
-    check_files(FolderStore(folder), str(folder))
 
 
 class DisagreementError(Sa1bError):
     """Ranks with different models, settings or images; the message names the difference and the ranks."""
 
 
+def agree(own: Mapping[str, tuple[int, Any]], rank_info: RankInfo) -> None:
+    """DisagreementError, on all ranks, if their values of a name differ: name -> number of a shard, value."""
+    of_all = rank_info.gather(own)
+    for name in dict.fromkeys(chain(*of_all)):
+        first: dict[int, tuple[int, Any]] = {}
+        for rank, one in enumerate(of_all):
+            shard, value = one.get(name, (0, "missing"))
+            known, expected = first.setdefault(shard, (rank, value))
+            if value != expected:
+                message = f"{name} is {value!r} on rank {rank} and {expected!r} on rank {known}"
+                raise DisagreementError(message)
+
+
 @torch.no_grad()
 def agree_on_weights(module: nn.Module, rank_info: RankInfo) -> None:
-    """Compare all parameters and buffers over all ranks, wrapped or not; call it after every load.
-
-    A shard is compared with the same shard of the other replicas; `wrap` compares before it shards. The ranks
-    exchange a crc32 of each tensor, computed at 8.6 GB/s after a copy from the device.
+    """Compare the crc32 of all parameters and buffers over all ranks, wrapped or not, after every load. A
+    shard is compared with the same shard of the other replicas; `wrap` compares before it shards.
     """
     if rank_info.world_size == 1:
         return
@@ -94,17 +91,6 @@ def agree_on_weights(module: nn.Module, rank_info: RankInfo) -> None:
             shard, placed = held.device_mesh.get_local_rank("shard"), f" {held.placements}"
             held = held.to_local()
         values = held.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        described = f"{tuple(tensor.shape)} {tensor.dtype}{placed}"
-        own[name.removeprefix("module.")] = described, shard, isal_zlib.crc32(values)  # without DDP's prefix
-    of_all = rank_info.gather(own)
-    for name in dict.fromkeys(name for one in of_all for name in one):
-        first: dict[int, tuple[int, str]] = {}
-        for rank, one in enumerate(of_all):
-            described, shard, crc = one.get(name, ("missing", 0, 0))
-            value = f"{described}, crc32 {crc:#010x}"
-            known, expected = first.setdefault(shard, (rank, value))
-            if value != expected:
-                raise DisagreementError(
-                    f"{name}: is {expected} on rank {known} and {value} on rank {rank}; build the model from "
-                    "the same seed and settings, and load the same checkpoint on every rank"
-                )
+        described = f"{tuple(tensor.shape)} {tensor.dtype}{placed}, crc32 {isal_zlib.crc32(values):#010x}"
+        own[name.removeprefix("module.")] = shard, described  # without DDP's prefix
+    agree(own, rank_info)

@@ -25,12 +25,11 @@ from torch.distributed.fsdp import (
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from sa1b.console import counted
 from sa1b.engine.model import declared
 from sa1b.engine.precision import compute_dtype
 from sa1b.engine.ranks.agreement import agree_on_weights
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import DataConfig, ParallelConfig, group_size
+from sa1b.engine.settings import ParallelConfig, group_size
 from sa1b.errors import UsageError
 from sa1b.workers import memory_limit
 
@@ -115,24 +114,6 @@ def available_memory() -> float:
     return min(free, memory_limit())
 
 
-def check_memory(data: DataConfig, images: int, image_size: int) -> None:
-    """UsageError: pixels and one mask of each image of a micro-batch do not fit this machine."""
-    target, available = data.target_size or image_size // 4, available_memory()
-    masks = target**2 if data.masks else 0
-    needed = images * (3 * image_size**2 + masks)
-    if needed <= available:
-        return
-    flag = "global_batch" if data.micro_batch is None else "micro_batch"
-    if data.target_size is not None and masks > 3 * image_size**2:
-        flag = "target_size"
-    name = f"--data.{flag.replace('_', '-')}"
-    raise UsageError(
-        f"{name} {getattr(data, flag)}: a micro-batch of {counted(images, 'image')} takes {needed:,} bytes "
-        f"({image_size} pixels, masks of {target} pixels), and {available:,.0f} are available; pass a "
-        f"smaller {'--data.micro-batch' if flag == 'global_batch' else name} or image size"
-    )
-
-
 def units(chain: list[list[nn.Module]], groups: str) -> list[list[list[nn.Module]]]:
     """Join consecutive units of a model, in the order of execution, to groups by --parallel.wrap."""
     least = group_size(groups)
@@ -175,17 +156,10 @@ def shared_statistics(module: nn.Module, config: ParallelConfig, rank_info: Rank
     layers = [name for name, part in module.named_modules() if isinstance(part, norms)]
     if not layers or rank_info.world_size == 1 or config.broadcast_buffers:
         return module
-    named = f"{layers[0]} and {len(layers) - 1} more layers" if len(layers) > 1 else layers[0]
     if not config.sync_batchnorm:
         raise UsageError(
-            f"{named}: BatchNorm would normalise with other statistics on each of the {rank_info.world_size} "
-            "ranks; pass --parallel.sync-batchnorm on GPUs, --parallel.broadcast-buffers to accept this and "
-            "keep the statistics of rank 0, or build the model with another norm"
-        )
-    if rank_info.device.type != "cuda":
-        raise UsageError(
-            f"{named}: torch synchronises BatchNorm on GPUs only; drop --parallel.sync-batchnorm and train "
-            "with --parallel.mode none or --parallel.broadcast-buffers, or build the model with another norm"
+            f"{layers[0]}: BatchNorm would normalise with other statistics on each rank; pass "
+            "--parallel.sync-batchnorm on GPUs, or --parallel.broadcast-buffers to keep those of rank 0"
         )
     convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
     return convert(module)

@@ -41,33 +41,18 @@ def fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
 
 
 def fault(error: Exception, *, serves: bool) -> tuple[str, str]:
-    """Why the store at MASTER_ADDR and MASTER_PORT cannot be used, and what to do. `serves`: this rank is the
-    first one, which has the store unless torchrun has it.
-    """
-    host, port = (os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    if isinstance(error, ValueError):  # of torch, which reads the variables
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        return (
-            f"{' and '.join(missing)} not set" if missing else f"port {port} is not a number",
-            "start the ranks with torchrun, which sets both, or set them on every rank to the machine of "
-            "rank 0 and a free port there; unset RANK and WORLD_SIZE to train in one process",
-        )
-    here, serves = socket.gethostname(), serves and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if serves and "EADDRINUSE" in str(error):
-        return (
-            f"another program listens at port {port} of {here}",
-            f"end it (ss -ltnp 'sport = :{port}' names it), or set MASTER_PORT to a free port on every rank",
-        )
+    """Why the store cannot be used, and what to do. `serves`: this rank has it, unless torchrun does."""
+    host, port = (os.environ.get(name, "(not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    reason = f"{host}:{port}: {(str(error).splitlines() or [type(error).__name__])[0]}"
     if isinstance(error, OverdueError):
-        return (
-            f"{host}:{port} accepts connections and does not answer ({error})",
-            f"look on {host} which program listens there (ss -ltnp 'sport = :{port}'): if it is not rank 0 "
-            "or its torchrun, set MASTER_PORT to a free port on every rank; else that process hangs",
-        )
+        reason = f"{host}:{port} accepts connections and does not answer ({error})"
+    elif serves and "EADDRINUSE" in str(error):
+        reason = f"another program listens at port {port} of {socket.gethostname()}"
     return (
-        f"{host}:{port}: {(str(error).splitlines() or [type(error).__name__])[0]}",
-        f"check that rank 0 runs on {host}, that the name resolves on {here} (getent hosts), and that no "
-        f"firewall blocks the port (nc -zv {host} {port})",
+        reason,
+        f"start the ranks with torchrun, or check that rank 0 runs on {host}, that no firewall blocks the "
+        f"port (nc -zv {host} {port}) and that no other program has it (ss -ltnp 'sport = :{port}'); else "
+        "set MASTER_PORT to a free port on every rank",
     )
 
 
@@ -100,8 +85,6 @@ def start(config: ParallelConfig) -> RankInfo:
     rank, world_size = process_rank()
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     device = _device(config, local_rank)
-    if config.offload == "pinned" and device.type != "cuda":
-        raise UsageError("--parallel.offload pinned: needs a GPU; pass --parallel.offload cpu or none")
     set_float32(config.precision, device)
     if not config.cudnn_attention:
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -153,9 +136,7 @@ def set_timeout(rank_info: RankInfo, seconds: float) -> None:
 
 
 def _device(config: ParallelConfig, local_rank: int) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--parallel.device cuda: torch finds no GPU; pass --parallel.device cpu")
-    if config.device == "cpu" or not torch.cuda.is_available():
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     visible = torch.cuda.device_count()
     # A launcher may show each task its own GPU only, as number 0 (srun --gpus-per-task=1).

@@ -58,8 +58,6 @@ class Feed:
         self.sources = self.stream.streams if isinstance(self.stream, Mix) else {}  # of a mixture, by name
         # The lines of earlier starts count, too.
         self.stream.damage_log = DamageLog(run / "damaged.jsonl", rank_info.rank)
-        if config.decode == "gpu" and rank_info.device.type == "cpu":
-            raise UsageError("--data.decode gpu: this run is on the CPU; drop the flag")
         try:
             self.loader = Loader(
                 self.stream,

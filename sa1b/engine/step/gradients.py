@@ -6,7 +6,6 @@ masks in the global batch. DDP and FSDP average over ranks, so the factor is wor
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -27,9 +26,7 @@ from sa1b.engine.precision import autocast, grad_scaler
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.optim import freeze, make_optimizer
-from sa1b.errors import UsageError
 from sa1b.hashing import Purpose, random_word
-from sa1b.report import first_names
 from sa1b.stream.batch import Batch
 
 
@@ -47,19 +44,13 @@ def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
 
 def seed_generators(seed: int, step: int, rank: int, number: int) -> None:
     """Seed torch's generators before the forward pass of a micro-batch, for models with dropout."""
-    # Random values are then a function of these numbers: a resumed run repeats them, and ranks and
-    # micro-batches have different ones.
     torch.manual_seed(random_word(seed, Purpose.GENERATOR, step, rank, number) >> 1)
 
 
 def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
     """Run a forward and backward pass, and no step, before the first step, and restore all state."""
-    # In its first backward pass, DDP records the order of the gradients and rebuilds its buckets. With three
-    # or more ranks it then sums in another order. Without this call, the first step after a resume would
-    # differ in its last bits from the same step of an uninterrupted run. With it, every real step has the
-    # final buckets. A static graph does not support accumulation in its first backward pass, the one of this
-    # call, and its buckets are final only after the second pass. Compilation also happens here, for the
-    # shapes of the run's micro-batches. `run` uses the scaler's scale and autocast.
+    # In its first backward pass (with a static graph, its second), DDP rebuilds its buckets, and with three
+    # or more ranks then sums in another order: the first step after a resume would differ in its last bits.
     buffers = Buffers(module)
     buffers.keep()
     is_static = isinstance(module, DistributedDataParallel) and module.static_graph
@@ -72,35 +63,15 @@ def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
 
 def clear(module: nn.Module, owner: nn.Module | Optimizer) -> None:
     """Clear the gradients of the module or optimizer `owner` after a step of the result of `wrap`."""
-    # DDP's gradients are views of its buckets and are set to zero in place. Otherwise the next micro-batches
-    # would accumulate in separate tensors, and the gradient would be stored twice until the last one. DDP
-    # would also round them differently: it divides a view by the number of ranks, and multiplies another
-    # tensor by the reciprocal of that number.
+    # DDP's gradients are views of its buckets and are set to zero in place. Others would be stored twice, and
+    # DDP would round them differently: it divides a view by the number of ranks, and multiplies them.
     owner.zero_grad(set_to_none=not isinstance(module, DistributedDataParallel))
-
-
-@contextmanager
-def unused_named(module: nn.Module) -> Iterator[None]:
-    """Context for the forward pass: UsageError names parameters without a gradient in the last step."""
-    try:
-        yield
-    except RuntimeError as error:
-        match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        if match is None:
-            raise
-        trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-        names = [trained[int(number)].removeprefix("module.") for number in match[1].split()]
-        raise UsageError(
-            f"{first_names(names, 4)}: has no gradient in a step of this rank, and the other ranks wait "
-            "for it; pass --parallel.find-unused if only some steps use it, or --optim.freeze"
-        ) from None
 
 
 def loss_divisor(expected: int) -> float:
     """The divisor of losses before the backward pass: about the largest possible count over all ranks."""
-    # Sums over thousands of masks overflow float16 long before their mean does, and each overflow costs a
-    # step until the scaler has lowered its scale. The divisor is a power of two, so it changes no rounding in
-    # other formats.
+    # Sums over thousands of masks overflow float16 long before their mean does. A power of two changes no
+    # rounding in other formats.
     return 2.0 ** round(math.log2(expected))
 
 
@@ -114,12 +85,9 @@ def finish(
     *,
     grad_clip: float,
 ) -> Tensor:
-    """Turn accumulated sums into the gradient of the global batch, clip it, and return its norm before, the
-    same on all ranks; the host does not wait for the device. Collective.
-
-    `count`: masks in this rank's micro-batches (the sum of their weights), divided by the divisor of the
-    losses. The norm is not finite after an overflow: in fp16 the scaler then skips the step, in other formats
-    the caller decides.
+    """Turn accumulated sums into the gradient of the global batch, clip it, and return its norm before, which
+    is not finite after an overflow. Collective, without a wait of the host. `count`: that of this rank,
+    divided by the divisor of the losses.
     """
     scaler.unscale_(optimizer)
     total = count.detach().float().clone()
@@ -190,7 +158,7 @@ class TrainStep:
         config, kinds = self.config, getattr(self.model, "image_figures", ())
         seed_generators(config.seed, step, self.rank_info.rank, number)
         inputs, precision = self.model.inputs(batch, config.seed), config.parallel.precision
-        with unused_named(self.module), autocast(precision, self.rank_info.device):
+        with autocast(precision, self.rank_info.device):
             sums: dict[str, Tensor] = self.module(*inputs)
         torch.autograd.backward(self.scaler.scale(sums["loss"] / self.divisor))
         sums = {name: value.detach() for name, value in sums.items()}

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sa1b.arguments import Range, check_fields
-from sa1b.console import command
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.watch.signals import SIGNALS, Stop, WriteError
 from sa1b.errors import Sa1bError
@@ -43,8 +42,7 @@ _STEPS = 16  # number of last steps of which the longest counts
 class StepFigures:
     """The figures of a step over all ranks; all except `own_loss` are the same on all ranks."""
 
-    # The model's figures, each divided by `count`, those of a source of a mixture, such as "loss/NAME", by
-    # "count/NAME", which is a sum itself; 0 if the count is 0.
+    # the model's figures, divided by `count`; of a source of a mixture "loss/NAME", divided by "count/NAME"
     means: dict[str, float]
     count: float  # number of summed terms; for SAM, masks
     images: int  # of all ranks
@@ -72,9 +70,7 @@ class Control:
         numbers: Mapping[str, float],
         of_rank: Mapping[str, Tensor] | None = None,
     ) -> StepFigures:
-        """The figures of a step over all ranks: one collective, one wait for the device. `totals`: this
-        rank's sums, "loss", "count" and further ones; `numbers` and, on the device, `of_rank`: others of it.
-        """
+        """The figures of a step over all ranks: one collective, one wait for the device."""
         sums = {f"sum/{name}": value for name, value in totals.items()}
         ranks = self._gather({**sums, "norm": norm, **(of_rank or {})}, {**numbers, "images": images})
         of_all = {name: sum(ranks[f"sum/{name}"]) for name in totals}
@@ -87,14 +83,13 @@ class Control:
         return StepFigures(means, count, images, ranks["norm"][own], ranks["sum/loss"][own], ranks)
 
     def poll(self) -> bool:
-        """Whether the run stops. Collective; an evaluation calls it once per micro-batch."""
+        """Whether the run stops; collective."""
         self._gather({}, {})
         return bool(self.stop)
 
     def _gather(
         self, on_device: Mapping[str, Tensor], on_host: Mapping[str, float]
     ) -> dict[str, list[float]]:
-        """The numbers of each rank by name, exchanged together with the reasons to stop."""
         device, ranks = self._rank_info.device, self._rank_info.world_size
         on_host = {**on_host, "stop": self.own_stop()}
         host = torch.tensor([*on_host.values()], dtype=torch.float64, pin_memory=device.type == "cuda")
@@ -110,14 +105,12 @@ class Control:
         return found
 
     def install(self) -> None:
-        """Install handlers of the signals to stop."""
         # Not in another thread: a process such as a worker of Ray belongs to a program that handles them.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 signal.signal(number, self._on_signal)
 
     def took(self, step: float, checkpoint: float) -> None:
-        """Record the seconds of a step and of the newest checkpoint, which must fit before the deadline."""
         self._steps.append(step)
         self._checkpoint = checkpoint
 
@@ -132,9 +125,7 @@ class Control:
     def restarts(self) -> bool:
         """Whether ranks end with an error after the stop, because one of several machines leaves or joins."""
         # Every torchrun sends SIGTERM to its ranks if a machine joins, and if it gets SIGTERM itself. If a
-        # rank of another machine ended with 0, its torchrun would take the run for complete: it would end it
-        # on all machines, or wait 300 s for a torchrun that has left (torch 2.13,
-        # torch/distributed/elastic/agent/server/api.py).
+        # rank of another machine ended with 0, its torchrun would take the run for complete.
         machines = int(os.environ.get("GROUP_WORLD_SIZE", "0"))
         return self.stop is Stop.TERMINATED and machines > 1
 
@@ -157,13 +148,11 @@ class Control:
                 _LOG.error("rank %d: %s", self._rank_info.rank, self.failure)
 
     def within(self, path: Path, work: Callable[[], T]) -> T:
-        """The result of work on a file; WriteError if it has not ended within the limit: the disk hangs."""
+        """The result of work on a file; WriteError: the disk hangs."""
         try:
             return self._limited.call(work, self._limit)
         except OverdueError as error:
-            raise WriteError(
-                f"{path}: {error} (--data.deadline); check the disk or the server of its mount, {_AGAIN}"
-            ) from None
+            raise WriteError(f"{path}: {error} (--data.deadline); check the disk, {_AGAIN}") from None
 
     def check(self) -> None:
         """At the end of a run, raise the WriteError that stopped it, with the rank that had it."""
@@ -175,8 +164,7 @@ class Control:
     def _on_signal(self, number: int, frame: object) -> None:
         self.asked = max(self.asked, Stop.TERMINATED if number == signal.SIGTERM else Stop.ASKED)
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            # If the signal went to the whole process group, as Ctrl-C does, torchrun sends another one.
-            return
+            return  # after Ctrl-C, which the process group gets, torchrun sends another signal
         signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
         if self._rank_info.rank == 0:
             name = signal.Signals(number).name
@@ -245,8 +233,6 @@ class Health:
     def _error(self, steps: int, step: int, what: str) -> HealthError:
         return HealthError(
             f"step {step}: the last {steps} steps had a loss or gradient that is not finite ({what}); lower "
-            "--optim.lr, or pass --parallel.precision bf16 in place of fp16, and start the command again: it "
-            "resumes from the newest checkpoint, which is older. If it fails again at once, move the folder "
-            f"of that checkpoint away. Images whose loss was not finite are listed in {self.path}; "
-            f"`{command('replay', self.path.parent, '--step', step)}` lists those of a step with their masks"
+            "--optim.lr, or pass --parallel.precision bf16 in place of fp16, and start the command again. "
+            f"Images whose loss was not finite are listed in {self.path}"
         )

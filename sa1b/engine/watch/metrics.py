@@ -57,13 +57,6 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "logging")
-        if self.profile is not None and not 0 <= self.profile[0] <= self.profile[1]:
-            given = " ".join(map(str, self.profile))
-            raise UsageError(f"--logging.profile {given}: must be a first and a last step, in this order")
-        if self.tensorboard and find_spec("tensorboard") is None:
-            raise UsageError("--logging.tensorboard: TensorBoard is missing; pip install 'sa1b[tensorboard]'")
-        if self.wandb is not None and find_spec("wandb") is None:
-            raise UsageError("--logging.wandb: the package wandb is missing; pip install wandb")
 
 
 class Metrics:
