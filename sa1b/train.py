@@ -39,6 +39,7 @@ from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.folder import folder_name
 from sa1b.engine.config import Config
 from sa1b.engine.evaluation import evaluate, held_out_feed
+from sa1b.engine.mix_file import roots_of
 from sa1b.engine.model import stored
 from sa1b.engine.planner import dry_run
 from sa1b.engine.ranks.agreement import DisagreementError, check_shared_folder
@@ -100,14 +101,12 @@ class Run:
     step: int  # completed steps
 
     @property
-    def ended(self) -> bool:
-        """Whether the run ends after this step; the same on all ranks."""
-        return bool(self.control.stop) or self.finished
+    def finished(self) -> bool:
+        return self.step >= self.config.optim.steps or self.best.exhausted
 
     @property
-    def finished(self) -> bool:
-        """Whether all steps are done; the evaluation after them may be due."""
-        return self.step >= self.config.optim.steps or self.best.exhausted
+    def ended(self) -> bool:
+        return bool(self.control.stop) or self.finished
 
 
 def begin(
@@ -117,7 +116,7 @@ def begin(
     callbacks: Sequence[Callback] = (),
     remote: RemoteRun | None = None,
 ) -> Run:
-    """All that a run needs; all ranks call it together. `remote`: the run in a bucket if --out is a URL."""
+    """All that a run needs; collective. `remote`: the run in a bucket if --out is a URL."""
     control = Control(rank_info, signals.deadline_of(config.deadline), limit=config.data.deadline)
 
     # Data. The order of samples is a formula of the seed, so the state of a feed is a position.
@@ -138,8 +137,6 @@ def begin(
     # State.
     if remote is None:
         check_shared_folder(config.folder, rank_info, config.data.deadline)
-    elif rank_info.rank == 0:
-        print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
     checkpoints = Checkpoints(remote or config.folder, config.checkpoint, config.parallel.timeout_first)
     phases.enter("resume")
     step, last, said = resume.restore(config, checkpoints, training, feed)
@@ -178,16 +175,14 @@ def begin(
 
 
 def train(run: Run) -> None:
-    """Steps until the last one or until a rank is asked to stop; evaluations and checkpoints in between."""
+    """Steps until the last one or a stop; evaluations and checkpoints in between."""
     config, rank_info, feed, training = run.config, run.rank_info, run.feed, run.training
     module, optimizer, scaler = training.module, training.optimizer, training.scaler
     control, phases = run.control, run.phases
     phases.enter(OTHER, step=run.step)
     control.poll()
     if run.step not in run.best.evaluations:  # also one that a stop interrupted
-        scores = evaluate_if_due(run)
-        how = config.evaluation.how(scores or ())
-        run.metrics.evaluation(run.step, scores, phases.seconds[EVALUATION], how)
+        record_scores(run, evaluate_if_due(run))
     batches: Iterator[Batch] = iter(())  # of the first step
     if not run.ended:
         phases.enter("data")
@@ -259,12 +254,17 @@ def end_step(run: Run, figures: StepFigures, lr: float) -> None:
     line = metrics.figures_of(figures, phases, lr, ideal) | epochs
     run.metrics.step(step, line, always=saves or run.ended)
     run.window.add(step, figures.ranks, took)
-    how = config.evaluation.how(scores or ())
-    run.metrics.evaluation(step, scores, phases.seconds[EVALUATION], how)
+    record_scores(run, scores)
+
+
+def record_scores(run: Run, scores: dict[str, float] | None) -> None:
+    if scores is not None:
+        how = run.config.evaluation.how(scores)
+        run.metrics.evaluation(run.step, scores, run.phases.seconds[EVALUATION], how)
 
 
 def evaluate_if_due(run: Run) -> dict[str, float] | None:
-    """The scores of the held-out images; None: no evaluation is due, or a stop was requested meanwhile."""
+    """The scores of the held-out images; None: not due, or a stop was requested meanwhile."""
     settings, training, step = run.config.evaluation, run.training, run.step
     first = settings.best is not None and step == 0  # which refuses an unknown score early
     due = first or step == run.config.optim.steps or (settings.every > 0 and step % settings.every == 0)
@@ -272,10 +272,9 @@ def evaluate_if_due(run: Run) -> dict[str, float] | None:
     if not due or held_out is None or run.control.stop:
         return None
     run.phases.enter(EVALUATION)
-    with averaged(training.module, training.optimizer):
-        scores = evaluate(
-            training.module, held_out, run.config, rank_info, control=run.control, phases=run.phases
-        )
+    module = training.module
+    with averaged(module, training.optimizer):
+        scores = evaluate(module, held_out, run.config, rank_info, control=run.control, phases=run.phases)
     run.phases.enter(OTHER)
     if scores is not None:
         run.best.add(step, scores)
@@ -284,7 +283,7 @@ def evaluate_if_due(run: Run) -> dict[str, float] | None:
 
 
 def save(run: Run, line: dict[str, Any]) -> None:
-    """Save a checkpoint of the current state; `line`: the figures of the last step, of metrics.jsonl."""
+    """Save a checkpoint; `line`: the figures of the last step."""
     state = {
         "step": run.step,
         "metrics": line,
@@ -308,7 +307,6 @@ def close(run: Run) -> None:
 
 
 def run(config: Config, callbacks: Sequence[Callback] = (), phases: Phases | None = None) -> int:
-    """Train, evaluate or print estimates on this rank, according to the settings; return the exit code."""
     code, phases = 0, phases or Phases()
     if config.parallel.device != "cpu" and torch.cuda.is_available():
         record_collectives(config.folder)
@@ -320,8 +318,6 @@ def run(config: Config, callbacks: Sequence[Callback] = (), phases: Phases | Non
     if config.dry_run:
         dry_run(config, rank_info)
     elif config.evaluate_only:
-        if config.is_remote and rank_info.rank == 0:  # not to stdout, where --json prints the scores
-            sys.stderr.write(f"predictions and damage log of the evaluation are in {config.folder}\n")
         with watchdog:
             score(config, partial(scored_model, config), rank_info, phases)
     else:
@@ -340,7 +336,6 @@ def run(config: Config, callbacks: Sequence[Callback] = (), phases: Phases | Non
 
 
 def train_and_close(run: Run) -> int:
-    """Train until the end or until a stop is requested, then finish all writes; return the exit code."""
     config, rank_info, control = run.config, run.rank_info, run.control
     if rank_info.rank == 0:
         path = config.folder / "config.json"
@@ -377,28 +372,22 @@ def train_and_close(run: Run) -> int:
 
 
 def checkpoint_of(run: Run) -> str:
-    """Path or URL of the checkpoint after this step."""
     return f"{run.config.out.rstrip('/')}/checkpoints/{folder_name(run.step)}"
 
 
 def how_it_ended(run: Run) -> list[str]:
     """The last lines of a finished run: its checkpoint, its score or loss, and a command that uses it."""
-    config, out, name = run.config, run.config.out.rstrip("/"), PurePath(run.config.out).name
+    config, out = run.config, run.config.out.rstrip("/")
     lines = [f"checkpoint: {checkpoint_of(run)}", f"result: {run.metrics.result}"]
     lines += run.best.lines(out)
-    if seen := run.feed.seen():
-        parts = [
-            f"{source} {counted(images, 'image')} ({epochs:.3g} epochs)"
-            for source, (images, epochs) in seen.items()
-        ]
+    seen = run.feed.seen().items()
+    if parts := [f"{name} {counted(one, 'image')} ({epochs:.3g} epochs)" for name, (one, epochs) in seen]:
         lines.append(f"seen: {', '.join(parts)}")
     if isinstance(config, SamConfig):
-        annotated = f"{name if config.is_remote else out}-annotated"
-        words = [config.roots()[0], "--weights", out, "--out", annotated]
+        annotated = f"{PurePath(out).name if config.is_remote else out}-annotated"
+        words = [roots_of(config.data)[0], "--weights", out, "--out", annotated]
         words += [] if config.data.endpoint is None else ["--endpoint", config.data.endpoint]
         lines.append(f"next: {command('annotate')} {shlex.join(words)}")
-    elif config.evaluation.view is not None:
-        lines.append(f"next: {settings.program()} {shlex.join(sys.argv[1:])} --evaluate-only")
     return lines
 
 
@@ -418,14 +407,10 @@ def main(
         callbacks: objects with methods of `sa1b.engine.watch.loggers.Callback`, called on rank 0.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[AboveBar()])
+    config: Config | None = None
+    phases, rank, world_size = Phases(), 0, 1
     try:
         rank, world_size = process_rank()
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    config: Config | None = None
-    phases = Phases()
-    try:
         words = sys.argv[1:] if arguments is None else arguments
         if not words and presets is PRESETS and Path("demo/shards/dataset.json").exists():
             words = ["--preset", "tiny", "--data.root", "demo/shards"]

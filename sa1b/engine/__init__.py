@@ -1,1 +1,0 @@
-"""Training of any model: steps, ranks, logging, checkpoints."""

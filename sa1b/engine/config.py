@@ -21,20 +21,13 @@ from torch import nn
 
 from sa1b.arguments import Range, plain_words, was_url
 from sa1b.console import counted, usage_errors
+from sa1b.engine import settings
 from sa1b.engine.checkpoint import folder as checkpoint_files
 from sa1b.engine.checkpoint.bucket import local_folder, saved
 from sa1b.engine.mix_file import roots_of
 from sa1b.engine.model import Scorer, declared
 from sa1b.engine.ranks import agreement
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import (
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    OptimConfig,
-    ParallelConfig,
-    with_flags,
-)
 from sa1b.engine.watch.control import HealthConfig
 from sa1b.engine.watch.metrics import LoggingConfig
 from sa1b.engine.watch.signals import deadline_of
@@ -87,11 +80,11 @@ class Config(ABC):
     dry_run: bool = False
     evaluate_only: bool = False
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False
-    data: DataConfig = field(default_factory=DataConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    data: settings.DataConfig = field(default_factory=settings.DataConfig)
+    parallel: settings.ParallelConfig = field(default_factory=settings.ParallelConfig)
+    optim: settings.OptimConfig = field(default_factory=settings.OptimConfig)
+    checkpoint: settings.CheckpointConfig = field(default_factory=settings.CheckpointConfig)
+    evaluation: settings.EvaluationConfig = field(default_factory=settings.EvaluationConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
@@ -121,10 +114,8 @@ class Config(ABC):
 
     def scorer(self, device: torch.device) -> Scorer:
         """The scorer of an evaluation of the model; UsageError: the model has none."""
-        raise UsageError(
-            f"--evaluation: the model of {type(self).__name__} has no evaluation; drop --evaluation.view "
-            "and --evaluate-only"
-        )
+        why = f"the model of {type(self).__name__} has no evaluation"
+        raise UsageError(f"--evaluation: {why}; drop --evaluation.view and --evaluate-only")
 
     def resolved(self) -> "Config":
         """The settings with values that are read from files when the run starts; raises UsageError."""
@@ -139,10 +130,8 @@ class Config(ABC):
         if not self.data.root and self.data.mix is None and not coco:
             raise UsageError("--data.root: missing; pass the folder that `sa1b reshard` made, or its URL")
         if self.data.text is not None and not self.reads_text:
-            raise UsageError(
-                f"--data.text {self.data.text}: the model of {type(self).__name__} reads no text; drop it, "
-                "or pass --preset grounding"
-            )
+            why = f"the model of {type(self).__name__} reads no text"
+            raise UsageError(f"--data.text {self.data.text}: {why}; drop it, or pass --preset grounding")
         Range(0, below=1 << 63).check("--seed", self.seed)
         deadline_of(self.deadline)  # is refused now
         _check_out(self)
@@ -161,7 +150,7 @@ class Config(ABC):
         try:
             share = whole_share(data.global_batch, world_size, data.block_size)
         except ValueError as error:
-            raise with_flags(error) from None
+            raise settings.with_flags(error) from None
         size = min(data.micro_batch or share, share)
         return size, micro_batch_count(data.global_batch, world_size, size, block_size=data.block_size)
 
@@ -171,10 +160,6 @@ class Config(ABC):
         times = "x" if batch == world_size * count * size else "of up to"
         product = f"{counted(world_size, 'rank')} x {product} {times} {counted(size, 'image')}"
         return f"{counted(batch, 'image')} = {product}"
-
-    def roots(self) -> list[str]:
-        """The dataset directories of the run."""
-        return roots_of(self.data)
 
     def document(self) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
@@ -191,7 +176,6 @@ def build(config: Config, weights: str | None) -> nn.Module:
 
 
 def _print(notes: list[str]) -> None:
-    """Print lines on rank 0; not to stdout, where --json prints the scores."""
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stderr.writelines(f"{note}\n" for note in notes)
 
@@ -256,7 +240,6 @@ def parse(
 
 
 def _passed(arguments: Sequence[str]) -> dict[str, str]:
-    """The flags of a command line, without the dashes before them, and the value or next word of each."""
     values = {}
     for word, following in pairwise([*arguments, ""]):
         name, equals, value = word.partition("=")
@@ -278,10 +261,7 @@ def with_steps(config: Config, images: int) -> Config:
     if optim.epochs is None:
         return config
     steps = max(math.ceil(optim.epochs * images / config.data.global_batch), 1)
-    try:
-        optim, notes = replace(optim, fitting=()).fitted(steps, optim.fitting)
-    except UsageError as error:
-        raise UsageError(f"--optim.epochs {optim.epochs:g}: is {counted(steps, 'step')}; {error}") from None
+    optim, notes = replace(optim, fitting=()).fitted(steps, optim.fitting)
     _print(notes)
     return replace(config, optim=optim)
 
@@ -295,25 +275,21 @@ def set_endpoint(config: Config) -> None:
 
 
 def _check_out(config: Config) -> None:
-    """Refuse a folder or URL in which a run would damage other files, or could not write."""
-    out, inside, roots = config.out, f"{config.out.rstrip('/')}/", config.roots()
+    out, inside, roots = config.out, f"{config.out.rstrip('/')}/", roots_of(config.data)
     if config.is_remote:
         in_dataset = any(root and inside.startswith(f"{root.rstrip('/')}/") for root in roots)
     else:
         folders = [Path(root).resolve() for root in roots if root and "://" not in root]
         in_dataset = any(map(config.folder.resolve().is_relative_to, folders))
     if in_dataset or (config.folder / DATASET).exists():
-        raise UsageError(
-            f"--out {out}: is a dataset directory or inside one, and a run must not write there; name another"
-        )
+        raise UsageError(f"--out {out}: is a dataset directory or inside one; name another")
     if was_url(out) and not config.is_remote and not config.folder.exists():
         raise UsageError(f"--out {out}: no folder; did you mean {out.replace(':/', '://', 1)}?")
     if kind_of(out).is_read_only:
         raise UsageError(f"--out {out}: {protocol_of(out)} can only be read; pass a folder or an s3:// URL")
     if run := checkpoint_files.run_around(out if config.is_remote else str(config.folder.resolve())):
-        raise UsageError(
-            f"--out {out}: is in the checkpoints of a run, which it would damage; pass --out {run} to resume"
-        )
+        why = "is in the checkpoints of a run, which it would damage"
+        raise UsageError(f"--out {out}: {why}; pass --out {run} to resume")
 
 
 def agree(config: Config, rank_info: RankInfo, **digests: Any) -> None:

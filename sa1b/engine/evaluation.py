@@ -19,13 +19,9 @@ from sa1b.errors import UsageError
 from sa1b.storage.atomic import write_whole
 from sa1b.stream.batch_stream import BatchStream
 
-_PREFETCHED = 8  # images that each rank prepares in advance
-
 
 def held_out_feed(config: Config, rank_info: RankInfo, training: BatchStream | None) -> Feed | None:
-    """The feed of an evaluation: every image of the view once over all ranks; None without a view. UsageError
-    if it shares images with the feed `training`, which is None if nothing is trained.
-    """
+    """The feed of an evaluation: every image of the view once over all ranks; None without a view."""
     evaluation = config.evaluation
     if evaluation.view is None:
         return None
@@ -38,7 +34,7 @@ def held_out_feed(config: Config, rank_info: RankInfo, training: BatchStream | N
         strategy="uniform",
         global_batch=rank_info.world_size,
         micro_batch=1,
-        prefetch=max(config.data.prefetch, _PREFETCHED),
+        prefetch=max(config.data.prefetch, 8),
     )
     # The seed is constant: another seed would choose other masks, and runs could not be compared.
     size, view = config.image_size, evaluation.view
@@ -53,28 +49,18 @@ def held_out_feed(config: Config, rank_info: RankInfo, training: BatchStream | N
                 shared += len(np.intersect1d(rows[0], rows[1]))
     if shared:
         raise UsageError(
-            f"--evaluation.view {view}: shares {shared:,} images with the training data; make two "
-            f"views with the same `{command('view')} --held-out PART`, one with --split train and one with "
-            "--split held-out, and pass the first as --data.view"
+            f"--evaluation.view {view}: shares {shared:,} images with the training data; make two views with "
+            f"`{command('view')} --held-out PART`, and pass that of --split train as --data.view"
         )
     return feed
 
 
 @torch.no_grad()
 def evaluate(
-    module: nn.Module,
-    feed: Feed,
-    config: Config,
-    rank_info: RankInfo,
-    *,
-    control: Control,
-    phases: Phases,
+    module: nn.Module, feed: Feed, config: Config, rank_info: RankInfo, *, control: Control, phases: Phases
 ) -> dict[str, float] | None:
-    """The scores of a model, the same figures at any world size; None if a stop was requested meanwhile.
-    Collective; the feed is read from its start.
-
-    The result is that of the scorer, and the number of "damaged" images, which cannot be read and are left
-    out, see OUT/damaged.jsonl. Predictions are in OUT/predictions.jsonl.
+    """The result of the scorer and the number of "damaged" images, which are left out; the same at any world
+    size. None: a stop was requested meanwhile. Collective; the feed is read from its start.
     """
     training = [part for part in module.modules() if part.training]  # frozen parts are not
     module.eval()

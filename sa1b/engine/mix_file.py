@@ -1,14 +1,4 @@
-"""The file of `--data.mix`: datasets, their weights and settings, and changes of the weights.
-
-    sources:
-      sa1b: {root: shards, weight: 3, view: train, evaluation_view: held-out}
-      mine: {root: mine, weight: 1, masks: 16, seed: 1}
-    schedule:
-      - {from_step: 10000, weights: {sa1b: 1, mine: 1}}
-
-A source has the settings of `--data.` that differ from the flags, and a weight, seed and view of evaluations.
-Paths are relative to the current folder, as in flags.
-"""
+"""The file of `--data.mix`, see docs/mixing.md: datasets, their weights, settings and schedule."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -40,8 +30,6 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MixSource(msgspec.Struct):
-    """A source of a mixture; `data.view` and `data.layers` are those of the training."""
-
     weight: int | float | str
     seed: int | None = None  # None: that of the run
     evaluation_view: str | msgspec.UnsetType | None = msgspec.UNSET  # unset: --evaluation.view; null: none
@@ -59,17 +47,15 @@ _OWN = ("weight", "seed", "evaluation_view")  # settings of a source that are no
 def read_mix(
     config: DataConfig, history: Sequence[Sequence[int]] = ()
 ) -> tuple[list[MixSource], dict[int, Mapping[str, Any]]]:
-    """The sources and the schedule, position -> weights, of the file; of two changes at one position, the
-    later one holds. `history`: step and position from which a run has each global batch, for `from_step`.
+    """The sources and the schedule, position -> weights, of which the last of a position holds. `history`:
+    step and position from which a run has each global batch, for `from_step`.
     """
     flag = f"--data.mix {config.mix}"
     try:
         mixture = msgspec.yaml.decode(Path(str(config.mix)).read_bytes(), type=_File)
     except msgspec.DecodeError as error:
-        raise UsageError(
-            f"{flag}: {' '.join(str(error).split())}; write sources: {{NAME: {{root: FOLDER, weight: 1}}}}, "
-            "see the page Mixing datasets"
-        ) from None
+        way = "write sources: {NAME: {root: FOLDER, weight: 1}}, see the page Mixing datasets"
+        raise UsageError(f"{flag}: {' '.join(str(error).split())}; {way}") from None
     schedule: dict[int, Mapping[str, Any]] = {}
     for change in mixture.schedule:
         position = change.from_position
@@ -91,9 +77,8 @@ def _source(flag: str, name: str, given: Mapping[str, Any], config: DataConfig) 
     flags = asdict(replace(config, mix=None))
     allowed = [*_OWN, *(key for key in flags if key not in _SHARED)]
     if unknown := [key for key in given if key not in allowed]:
-        raise UsageError(
-            f"{flag}: source {name}: {unknown[0]}: no setting of a source; it has {', '.join(allowed)}"
-        )
+        why = f"no setting of a source; it has {', '.join(allowed)}"
+        raise UsageError(f"{flag}: source {name}: {unknown[0]}: {why}")
     try:
         source = msgspec.convert({key: given[key] for key in _OWN if key in given}, MixSource)
         source.name, source.data = name, msgspec.convert({**flags, **given}, DataConfig)

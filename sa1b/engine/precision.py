@@ -1,8 +1,4 @@
-"""The number formats of a step: --parallel.precision is that of the matrix products. tf32 is float32 with
-10-bit mantissas, on tensor cores; bf16 and fp16, with a scaled loss, are by autocast, which keeps float32 for
-all else. The weights are float32 in every mode; FSDP gathers those of the model's units in the format of the
-matrix products, to which autocast would round them anyway.
-"""
+"""The number formats of a step: --parallel.precision is that of the matrix products, by autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
@@ -16,7 +12,6 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 
 def compute_dtype(precision: Precision) -> torch.dtype | None:
-    """The dtype in which autocast computes matrix products; None: no autocast."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 

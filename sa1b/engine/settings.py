@@ -29,9 +29,7 @@ def group_size(groups: str) -> int | None:
         return None
     size = re.fullmatch(r"size:(\d+(?:\.\d+)?)([KMG]?)", groups)
     if groups != "block" and (size is None or not float(size[1]) > 0):
-        raise UsageError(
-            f"--parallel.wrap {groups}: not a kind of group; pass block, none, or a size such as size:100M"
-        )
+        raise UsageError(f"--parallel.wrap {groups}: not a kind of group; pass block, none, or size:100M")
     return 1 if size is None else max(round(float(size[1]) * 1000 ** " KMG".index(size[2] or " ")), 1)
 
 
@@ -125,7 +123,6 @@ class DataConfig:
         check_cache_flags("--data.cache", self.cache, self.cache_bytes)
 
     def texts(self) -> Text | None:
-        """The table of texts; None without one."""
         if self.text is None:
             return None
         return Text(self.text, self.text_column, self.text_key, self.tokenizer, self.text_tokens)
@@ -270,9 +267,7 @@ class OptimConfig:
             raise UsageError(f"--optim.milestones {self.milestones}: must ascend, after --optim.warmup")
 
     def fitted(self, steps: int, fitting: Collection[str]) -> tuple["OptimConfig", list[str]]:
-        """These settings with another number of steps, and lines that describe what changed: of warmup and
-        cooldown, those of `fitting` are shortened in proportion if they do not fit.
-        """
+        """These settings with other steps, and notes: those of `fitting` that do not fit are shortened."""
         changed: dict[str, Any] = {"steps": steps}
         notes = list[str]()
         for name in fitting if steps <= self.warmup + self.cooldown else ():

@@ -36,23 +36,19 @@ def find_weights(
     *,
     mean: bool = True,
 ) -> tuple[str, dict[str, Tensor]]:
-    """Initial weights for a run, by published names, float32, on the CPU; and their path or URL.
-
-    `source` is a checkpoint, the folder of a run (its newest good checkpoint is taken), or a published file,
-    which `read_file` reads; or the URL of one of these, which is copied to a temporary folder in `scratch`.
-    `mean`: read the running mean of the weights (--optim.ema), if the run has one.
+    """Initial weights for a run, by published names, float32, on the CPU; and their path or URL. `mean`: the
+    running mean of the weights, if the run has one.
     """
-    text = os.fspath(source)
+    text = os.fspath(source).rstrip("/")
+    folder, _, last = text.rpartition("/")
+    step = step_of(last)
     with contextlib.ExitStack() as stack:
         if protocol_of(text):
-            text = text.rstrip("/")
-            folder, _, last = text.rpartition("/")
             if last.endswith(FILES):
                 [path] = stack.enter_context(open_store(folder, scratch=scratch).files(last))
                 if not path.exists():
                     raise CheckpointError(f"{text}: no such object; pass {KINDS}")
                 return text, read_file(path)
-            step = step_of(last)
             store = open_store(text if step is None else folder.rpartition("/")[0], scratch=scratch)
             root, there = store.url(CHECKPOINTS), bucket.committed(store) if step is None else [step]
             store.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -68,7 +64,6 @@ def find_weights(
                 raise CheckpointError(f"{path}: no such file or folder; pass {KINDS}")
             if not path.is_dir():
                 return str(path), read_file(path)
-            step = step_of(path.name)
             checkpoints = path / CHECKPOINTS if step is None else path.parent
             root, there = str(checkpoints), steps(checkpoints) if step is None else [step]
             proved = partial(checked, checkpoints)
@@ -84,10 +79,7 @@ def find_weights(
 
 
 def nearest_checkpoint(source: str, step: int) -> tuple[str, int | None]:
-    """The checkpoint of a run whose number of steps is nearest to `step`, the earlier one of two, and its
-    step; `source` is the folder or URL of the run. Any other source is returned as it is, with its step if it
-    is a checkpoint.
-    """
+    """The checkpoint of a run that is nearest to `step`, and its step; another source as it is."""
     source = source.rstrip("/")
     number = step_of(source.rpartition("/")[2])
     if number is not None or source.endswith(FILES) or not (there := bucket.saved(source)):
@@ -106,7 +98,6 @@ def state_digest(module: nn.Module) -> str:
 
 
 def load_weights(model: Model, source: str | PathLike[str], scratch: Path | None = None) -> str:
-    """Load the weights of --init; a line that describes them. UsageError: unreadable, or they do not fit."""
     try:
         where, weights = find_weights(source, model.read_weights, scratch)
         try:

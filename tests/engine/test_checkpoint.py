@@ -241,15 +241,6 @@ def test_the_optimizer_keeps_its_own_rates_and_groups(tmp_path: Path) -> None:
     assert torch.equal(optimizer.state[small.model.weight]["exp_avg"], torch.ones(2, 3))
 
 
-def test_state_of_parameters_that_are_not_trained_any_more_is_a_mismatch(tmp_path: Path) -> None:
-    write_run(tmp_path, (1,))
-    small = SmallRun()
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    with pytest.raises(MismatchError, match="optimizer state for weight, which is not trained"):
-        checkpoints.resume(small.model, torch.optim.AdamW([small.model.bias]))
-    checkpoints.close()
-
-
 def test_the_folder_tells_a_person_what_it_is(tmp_path: Path) -> None:
     write_run(tmp_path, (3,))
     folder = place(tmp_path, 3)

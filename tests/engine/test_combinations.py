@@ -21,11 +21,6 @@ TABLE = {
     found[1]: dict(zip(MODES, re.findall(r"yes|no", found[2]), strict=True))
     for found in re.finditer(r"^\| `--parallel\.([^`]+)` ((?:\| (?:yes|no) ){3})\|$", PAGE, re.MULTILINE)
 }
-# A combination of two settings that is refused, although each of them works in the mode.
-CONFLICTS = {
-    frozenset(("static-graph", "find-unused")),
-    frozenset(("sync-batchnorm", "broadcast-buffers")),
-}
 
 
 def config_of(mode: Any, *settings: str) -> ParallelConfig:
@@ -38,11 +33,7 @@ def config_of(mode: Any, *settings: str) -> ParallelConfig:
 
 def works(mode: str, *settings: str) -> bool:
     flags = [setting.partition(" ")[0] for setting in settings]
-    return (
-        all(TABLE[setting][mode] == "yes" for setting in settings)
-        and len(flags) == len(set(flags))
-        and not any(conflict <= set(settings) for conflict in CONFLICTS)
-    )
+    return all(TABLE[setting][mode] == "yes" for setting in settings) and len(flags) == len(set(flags))
 
 
 def test_the_table_has_every_setting_that_works_in_some_modes_only() -> None:

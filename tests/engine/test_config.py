@@ -282,7 +282,7 @@ def test_epochs_shorten_a_warm_up_that_is_not_passed(capsys: pytest.CaptureFixtu
         "--optim.warmup 0: the preset's 20 of 200 steps, in proportion to --optim.steps 3\n"
     )
     config = settings.parse([*given, "--optim.warmup", "20"], None, PRESETS)
-    with pytest.raises(UsageError, match=r"^--optim.epochs 1: is 3 steps; --optim.warmup 20: must be less"):
+    with pytest.raises(UsageError, match=r"^--optim.warmup 20: must be less than --optim.steps 3"):
         settings.with_steps(config, 22)
 
 

@@ -1,1 +1,0 @@
-"""Checkpoints of a run: files and digests, tensors, weights."""

@@ -1,14 +1,8 @@
-"""A run in a bucket is a run in a folder of this machine, whose files are uploaded.
+"""A run in a bucket is a run in a folder of this machine, whose files are uploaded with each checkpoint.
 
-    run = RemoteRun(open_store("s3://BUCKET/run"), folder)     # all ranks; only one run can have this URL
-    ... append to run.folder / "metrics.jsonl" ...
-    run.upload()                                               # with each checkpoint
-    run.close()
-
-Names and bytes are those of a run in a folder, so that a copy of the URL is one. Each rank writes its part of
-a checkpoint to the local folder and uploads it; the manifest is created last, if there is none. A checkpoint
-without a manifest is incomplete: it is never read, and removed before the next one is written. To resume, one
-rank of each machine copies the checkpoint to the local folder.
+Names and bytes are those of a run in a folder. Each rank uploads its part of a checkpoint; the manifest is
+created last, if there is none. One without is incomplete: it is never read, and removed before the next save.
+To resume, one rank of each machine copies a checkpoint.
 """
 
 import contextlib
@@ -21,24 +15,10 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sa1b.engine.checkpoint.folder import (
-    CHECKPOINTS,
-    MANIFEST,
-    OLD_MANIFEST,
-    CommitWriter,
-    Folder,
-    RetrievalError,
-    check_files,
-    digests,
-    folder_name,
-    is_own,
-    manifest_of,
-    step_of,
-    steps,
-    wait_for_claim,
-)
+from sa1b.engine.checkpoint import folder as folders
+from sa1b.engine.checkpoint.folder import CHECKPOINTS, MANIFEST, OLD_MANIFEST, CommitWriter, Folder
 from sa1b.engine.ranks.rank_info import ranks
-from sa1b.errors import CheckpointError, LockedError, UsageError
+from sa1b.errors import CheckpointError, LockedError, Sa1bError, UsageError
 from sa1b.shards.manifest import DATASET
 from sa1b.shards.staging import remove_leftovers
 from sa1b.storage.atomic import check_free_bytes
@@ -56,7 +36,6 @@ _CONTINUED = ("metrics.jsonl", "damaged.jsonl", "not-finite.jsonl")  # files tha
 
 
 def local_folder(url: str, scratch: Path | None) -> Path:
-    """The local folder of a run in a bucket, in `scratch` or the system's folder for temporary files."""
     url = url.rstrip("/")
     name = re.sub(r"[^A-Za-z0-9._-]", "_", url.rpartition("/")[2])
     digest = hashlib.sha256(url.encode()).hexdigest()[:12]
@@ -64,55 +43,50 @@ def local_folder(url: str, scratch: Path | None) -> Path:
 
 
 def committed(store: Store) -> list[int]:
-    """Steps of the checkpoints of a run that have a manifest, oldest first."""
     return sorted(step for step, names in _checkpoints(store).items() if names & {MANIFEST, OLD_MANIFEST})
 
 
 def _checkpoints(store: Store) -> dict[int, set[str]]:
-    there = {step: name for name in store.folders(CHECKPOINTS) if (step := step_of(name)) is not None}
+    there = {step: name for name in store.folders(CHECKPOINTS) if (step := folders.step_of(name)) is not None}
     names = store.map(lambda name: set(store.names(f"{CHECKPOINTS}/{name}")), there.values())
     return dict(zip(there, names, strict=True))
 
 
 def _name(step: int) -> str:
-    return f"{CHECKPOINTS}/{folder_name(step)}"
+    return f"{CHECKPOINTS}/{folders.folder_name(step)}"
 
 
 def saved(run: str, scratch: Path | None = None) -> list[int]:
     """Steps of the committed checkpoints, good or damaged, of a run in a folder or at a URL, oldest first."""
     if protocol_of(run):
         return committed(open_store(run, scratch=scratch))
-    return steps(Path(run, CHECKPOINTS))
+    return folders.steps(Path(run, CHECKPOINTS))
 
 
 def download(store: Store, folder: Path, step: int) -> Path:
     """Copy a checkpoint to a folder in `folder`, and verify its digests."""
-    name, local = _name(step), folder / folder_name(step)
+    name, local = _name(step), folder / folders.folder_name(step)
     url = store.url(name)
     try:
         shutil.rmtree(local, ignore_errors=True)
         local.mkdir(parents=True)
         manifest = MANIFEST if store.exists(f"{name}/{MANIFEST}") else OLD_MANIFEST
         (local / manifest).write_bytes(store.read(f"{name}/{manifest}"))
-        for file, sha256 in digests(local).items():
+        for file, sha256 in folders.digests(local).items():
             with (local / file).open("w+b") as copy:
                 store.reader.forget(f"{name}/{file}")
                 fetch(store.reader, f"{name}/{file}", sha256, copy)
     except (CheckpointError, DamageError, MissingError, ReplacedError, FileNotFoundError) as error:
         raise CheckpointError(str(error).replace(str(local), url)) from None
     except (StorageError, OSError) as error:
-        raise RetrievalError(
-            f"{url}: cannot be copied to {local} ({error}); start the same command again when the "
-            "store is available, or pass another folder with --scratch"
-        ) from None
+        way = "start the same command again later, or pass another folder with --scratch"
+        raise folders.RetrievalError(f"{url}: cannot be copied to {local} ({error}); {way}") from None
     return local
 
 
 class RemoteRun(Folder):
-    """The files of a run in a bucket; all ranks create and close it together.
-
-    Rank 0 has a claim with a heartbeat as long as the run lasts. Creating the claim writes and removes an
-    object, so missing permissions are found at the start.
+    """The files of a run in a bucket; all ranks create and close it together. Rank 0 has a claim with a
+    heartbeat, whose creation shows whether objects can be written and removed.
     """
 
     def __init__(self, store: Store, folder: Path, limit: float = 1800.0) -> None:
@@ -122,38 +96,30 @@ class RemoteRun(Folder):
         self.claim: Claim | None = None
         self._held = contextlib.ExitStack()
         self._sent: dict[str, tuple[int, int]] = {}  # name in the bucket -> size and time of the local file
-        if refused := self.ranks.on_first(self._open):
-            raise UsageError(refused)
         try:
+            self.ranks.on_first(self._open)
             folders = self.ranks.on_all(self._identify)
             self._leader = folders.index(folders[self.ranks.rank])
             self.leads = self._leader == self.ranks.rank  # this rank copies the files of its machine
             self.ranks.on_all(self._pull)
-        except CheckpointError:
+        except Sa1bError:
             self.release()
             raise
 
-    def _open(self) -> str | None:
-        """Take the claim and remove what was not committed; return why the URL is refused."""
+    def _open(self) -> None:
         store, url = self.store, self.store.root
         try:
             if store.exists(DATASET):
-                raise UsageError(
-                    f"--out {url}: is a dataset directory, and a run must not write there; name another URL"
-                )
-            claim = wait_for_claim(url, lambda: Claim.take(store, _CLAIM), self._holder)
+                raise UsageError(f"--out {url}: is a dataset directory; name another URL")
+            claim = folders.wait_for_claim(url, lambda: Claim.take(store, _CLAIM), self._holder)
             self.claim = self._held.enter_context(claim)
-            check_files(store, url)
+            folders.check_files(store, url)
             remove_leftovers(store)
             self.sweep()
-        except UsageError as error:
-            self.release()
-            return str(error)
-        except UnavailableError:
-            raise
-        except (StorageError, ImportError, ValueError) as error:
-            return f"--out {url}: cannot be written: {error}"
-        return None
+        except StorageError as error:
+            if isinstance(error, UnavailableError):
+                raise
+            raise UsageError(f"--out {url}: cannot be written: {error}") from None
 
     def _holder(self, waited: float) -> str | None:
         """The holder of the claim; on another machine, if it has sent a heartbeat since the wait began."""
@@ -162,20 +128,13 @@ class RemoteRun(Folder):
 
     def _identify(self) -> str:
         """A text that is the same on the ranks that share the folder, and on no others."""
-        try:
-            self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            store = FolderStore(self.folder)
-            store.put_if_absent(".id", secrets.token_hex(8).encode())
-            return store.read(".id").decode()
-        except OSError as error:
-            raise UsageError(
-                f"--scratch {self.folder.parent}: cannot be written ({error.strerror}); pass another folder"
-            ) from None
+        self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        store = FolderStore(self.folder)
+        store.put_if_absent(".id", secrets.token_hex(8).encode())
+        return store.read(".id").decode()
 
     def _pull(self) -> None:
-        """Continue the lines in the bucket. A file here that begins with them was not uploaded to its end; in
-        another one are lines of steps that have been repeated elsewhere since.
-        """
+        """Continue the lines in the bucket, unless a file here begins with them: that was not uploaded."""
         if not self.leads:
             return
         shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)  # of a killed run
@@ -187,9 +146,14 @@ class RemoteRun(Folder):
         self.upload()
 
     def check_space(self, need: int) -> None:
-        """CheckpointError if a machine has no space for a checkpoint of so many bytes; collective."""
-        way = "pass a folder on a larger disk with --scratch"
-        self.ranks.on_all(lambda: check_free_bytes(self.folder, need, way, " for a checkpoint"))
+        def check() -> None:
+            way = "pass a folder on a larger disk with --scratch"
+            try:
+                check_free_bytes(self.folder, need, way, " for a checkpoint")
+            except UsageError as error:  # the flags are right, and the same command may be queued again
+                raise CheckpointError(str(error)) from None
+
+        self.ranks.on_all(check)
 
     def steps(self) -> list[int]:
         return committed(self.store)
@@ -205,7 +169,6 @@ class RemoteRun(Folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def push(self, writer: CommitWriter, names: Iterable[str]) -> None:
-        """Upload files that this rank has written, which removes them here."""
         for name in names:
             self.store.commit_file(writer.partial / name, f"{_name(writer.step)}/{name}")
         self.upload()
@@ -213,14 +176,9 @@ class RemoteRun(Folder):
     def commit(self, writer: CommitWriter, files: dict[str, str]) -> None:
         if self.claim is None or not self.claim.is_held():
             other = observe(self.store, _CLAIM) or "ended since"
-            raise LockedError(
-                f"{self.store.root}: another run ({other}) has taken over this --out, because this run sent "
-                "no heartbeat for too long; stop one of them"
-            )
-        if not self.store.put_if_absent(f"{_name(writer.step)}/{MANIFEST}", manifest_of(files)):
-            raise CheckpointError(
-                f"{MANIFEST}: not written by this run; start one run at a time with this --out"
-            )
+            raise LockedError(f"{self.store.root}: another run ({other}) has taken over this --out; stop one")
+        if not self.store.put_if_absent(f"{_name(writer.step)}/{MANIFEST}", folders.manifest_of(files)):
+            raise CheckpointError(f"{MANIFEST}: of another run with this --out; start one at a time")
 
     def set_aside(self, step: int) -> str:
         manifest, aside = f"{_name(step)}/{MANIFEST}", f"{_name(step)}/{_DAMAGED}"
@@ -229,9 +187,8 @@ class RemoteRun(Folder):
         return self.store.url(aside)
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint; the manifest first."""
-        self.store.remove(f"{_name(step)}/{MANIFEST}")
-        self.store.remove_folder(_name(step), is_own)
+        self.store.remove(f"{_name(step)}/{MANIFEST}")  # first
+        self.store.remove_folder(_name(step), folders.is_own)
 
     def sweep(self, step: int | None = None) -> None:
         """Remove what was not committed, and an earlier checkpoint of this step, also a damaged one."""
@@ -241,7 +198,7 @@ class RemoteRun(Folder):
                 self.remove(there)
 
     def upload(self) -> None:
-        """Upload the files of this machine that have changed. StorageError: the store cannot be written."""
+        """Upload the files of this machine that have changed."""
         if not self.leads:
             return
         sending = self.folder / CHECKPOINTS / ".sending"
@@ -263,15 +220,12 @@ class RemoteRun(Folder):
         return f"{name.removesuffix('.jsonl')}-{self._leader}.jsonl"
 
     def close(self) -> None:
-        """Upload the last files, remove the local folder and release the claim; collective."""
         try:
             self.ranks.on_all(lambda: None)  # the other ranks have closed their files
             self.ranks.on_all(self.upload)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{self.store.root}: the last files of the run cannot be uploaded ({error}); they are in "
-                f"{self.folder}: start the same command again here, which uploads them"
-            ) from None
+            why = f"the last files are in {self.folder}, and cannot be uploaded ({error})"
+            raise CheckpointError(f"{self.store.root}: {why}; start the same command again here") from None
         if self.leads:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.release()

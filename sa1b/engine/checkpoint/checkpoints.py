@@ -1,14 +1,7 @@
 """Checkpoints of a run: written while training goes on, committed by one rename, proved by digests.
 
-    checkpoints = Checkpoints(run, CheckpointConfig())          # all ranks, after wrapping
-    state = checkpoints.resume(module, optimizer)               # None: a fresh start
-    checkpoints.save(step, module, optimizer, {"position": position, ...})
-    checkpoints.close()
-
-RUN/checkpoints has a folder for each, see `folder.py`; `bucket.py` has those of a run at a URL.
-
-Measured for ViT-B with AdamW, 1.13 GB, in one process on two cores: training stops for 0.3 s, for the copy to
-host memory. The asynchronous write takes 10 s on a disk of 120 MB/s, verifying digests 0.8 s, loading 2 s.
+RUN/checkpoints has a folder for each, see `folder.py`; `bucket.py` has those of a run at a URL. For 1.13 GB
+of ViT-B with AdamW, training stops for 0.3 s; the write takes 10 s on a disk of 120 MB/s.
 """
 
 import contextlib
@@ -27,18 +20,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.optim import Optimizer
 
+from sa1b.engine.checkpoint import folder as folders
 from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.bucket import RemoteRun
-from sa1b.engine.checkpoint.folder import (
-    CHECKPOINTS,
-    CommitWriter,
-    Folder,
-    RetrievalError,
-    folder_name,
-    is_old,
-    read_state,
-    remove,
-)
+from sa1b.engine.checkpoint.folder import CommitWriter, Folder, remove
 from sa1b.engine.settings import CheckpointConfig
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.errors import StorageError
@@ -48,10 +33,8 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run and finds the one to resume from; all methods are collective.
-
-    A thread of each rank writes; the threads have a process group of their own. Training only waits for the
-    copy to host memory, and for the previous save if that is still being written.
+    """Writes the checkpoints of one run and finds the one to resume from; all methods are collective. Threads
+    write, with a process group of their own; training waits for the copy and for the previous write.
     """
 
     def __init__(self, run: Path | RemoteRun, config: CheckpointConfig, limit: float = 1800.0) -> None:
@@ -67,7 +50,7 @@ class Checkpoints:
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Write a checkpoint after `step` steps; the tensors may change once this returns. The state is JSON
-        values, the same on all ranks. CheckpointError: more than `tolerate` consecutive writes have failed.
+        values, the same on all ranks.
         """
         self._settle()
         if len(self._failures) > self.config.tolerate:
@@ -89,7 +72,6 @@ class Checkpoints:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a write is in flight, for which the next save waits."""
         return self._writing is not None and not self._writing.done()
 
     def close(self) -> None:
@@ -106,8 +88,8 @@ class Checkpoints:
         return self._ranks.on_first(self._place.steps)
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Fill model and optimizer from the newest good checkpoint, in any mode; return the state, None if
-        there are no checkpoints. Newer ones are damaged: each is named in a warning and renamed.
+        """Fill model and optimizer from the newest good checkpoint, and return its state; None: there is
+        none. Newer, damaged ones are named in warnings and renamed.
         """
         place, ranks = self._place, self._ranks
         if isinstance(place, RemoteRun):
@@ -115,13 +97,11 @@ class Checkpoints:
 
         def load(step: int) -> dict[str, Any]:
             with place.proved(step) as folder:
-                if is_old(folder):
-                    out = place.root.removesuffix(f"/{CHECKPOINTS}")
-                    raise UsageError(
-                        f"--out {out}: of an earlier version of this program, which only its own version "
-                        f"can resume; pass --init {out} and another --out to train on from its weights"
-                    )
-                state = ranks.on_all(lambda: read_state(folder))[0]
+                if folders.is_old(folder):
+                    out = place.root.removesuffix(f"/{folders.CHECKPOINTS}")
+                    way = f"pass --init {out} and another --out"
+                    raise UsageError(f"--out {out}: of an earlier version of this program; {way}")
+                state = ranks.on_all(lambda: folders.read_state(folder))[0]
                 try:
                     tensors.load(folder, model, optimizer, ranks)
                 except tensors.MismatchError as error:
@@ -138,7 +118,6 @@ class Checkpoints:
         return state
 
     def _copy(self, own: dict[str, Tensor]) -> None:
-        """Replace the tensors by a copy in host memory, which is kept and reused; on a GPU it is pinned."""
         cuda = any(tensor.is_cuda for tensor in own.values())
         self._stager = self._stager or StateDictStager(pin_memory=cuda)
         own |= self._stager.stage(own, non_blocking=cuda)
@@ -146,7 +125,7 @@ class Checkpoints:
             torch.cuda.synchronize()
 
     def _write(self, writer: CommitWriter, own: dict[str, Tensor], began: float) -> str | None:
-        """Write and commit a checkpoint, in the writing thread; collective. Why it failed, on all ranks."""
+        """Write and commit a checkpoint, in the writing thread; why it failed, on all ranks."""
         group = self._ranks.group
         try:
             self._ranks.on_first(lambda: self._place.sweep(writer.step))
@@ -191,17 +170,14 @@ class Checkpoints:
             failed = writing.result(1.1 * self._ranks.limit)
         except TimeoutError:
             raise CheckpointError(
-                f"{self._place.root}: the write of a checkpoint has not ended within "
-                f"{self._ranks.limit:g} s (--parallel.timeout-first); check the disk or the server of its "
-                "mount, then start the same command again: it resumes from the newest checkpoint"
+                f"{self._place.root}: the write of a checkpoint has not ended within {self._ranks.limit:g} s "
+                f"(--parallel.timeout-first); check the disk, {folders.AGAIN}"
             ) from None
         self._failures = [*self._failures, failed] if failed else []
 
     def _failed(self) -> CheckpointError:
-        return CheckpointError(
-            f"{self._failures[-1]}: {len(self._failures)} failed in a row; {self._place.remedy}, then "
-            "start the same command again: it resumes from the newest checkpoint"
-        )
+        failed = f"{self._failures[-1]}: {len(self._failures)} failed in a row"
+        return CheckpointError(f"{failed}; {self._place.remedy}, {folders.AGAIN}")
 
 
 def newest_good(
@@ -212,13 +188,11 @@ def newest_good(
     for step in reversed(there):
         try:
             return use(step), [*refused]
-        except (RetrievalError, tensors.MismatchError):
+        except (folders.RetrievalError, tensors.MismatchError):
             raise
         except CheckpointError as error:
             refused[step] = str(error)
-            _LOG.log(level, "skipping checkpoint %s: %s", f"{root}/{folder_name(step)}", error)
+            _LOG.log(level, "skipping checkpoint %s: %s", f"{root}/{folders.folder_name(step)}", error)
+    way = "restore one from a copy, or move the folder away to start again from step 0"
     listed = "\n  ".join(refused.values())
-    raise CheckpointError(
-        f"{root}: none of its {len(refused)} checkpoints can be used; restore one from a copy, or move the "
-        f"folder away to start again from step 0:\n  {listed}"
-    )
+    raise CheckpointError(f"{root}: none of its {len(refused)} checkpoints can be used; {way}:\n  {listed}")

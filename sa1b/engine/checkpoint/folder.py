@@ -6,8 +6,8 @@
         state.json         everything else: the caller's state, step, world size, version of torch
         manifest.sha256    sha256 of every other file (sha256sum -c), written last
 
-The commit is a part of torch's own protocol: `write_data` runs on all ranks, and its results, with digests,
-go to rank 0, where `finish` runs if all ranks have succeeded. Until then the folder has another name.
+`write_data` runs on all ranks; its results, with digests, go to rank 0, where `finish` runs if all ranks have
+succeeded. Until then the folder has another name.
 """
 
 import contextlib
@@ -49,6 +49,7 @@ _REPLACED = {
     "metrics.jsonl": b'{"run": {',
     "predictions.jsonl": b'{"image_id": ',
 }
+AGAIN = "then start the same command again: it resumes from the newest checkpoint"
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -58,7 +59,6 @@ class RetrievalError(CheckpointError):
 
 
 def run_around(path: str) -> str | None:
-    """The run in whose checkpoints an absolute path or URL is; None if it is in no checkpoint."""
     match = _INSIDE.fullmatch(path)
     return match[1] if match and (match[2] or steps(Path(path))) else None
 
@@ -74,7 +74,6 @@ def _names(folder: Path) -> set[str]:
 
 
 def step_of(name: str) -> int | None:
-    """The step in the name of a checkpoint's folder; None for other names."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -84,23 +83,18 @@ def folder_name(step: int) -> str:
 
 
 def is_own(name: str) -> bool:
-    """Whether a file in the folder of a checkpoint has a name that a run gives."""
     return _OWN.fullmatch(name) is not None
 
 
 def check_files(store: Store, out: str, *only: str) -> None:
-    """UsageError for a folder without the config.json of a run and with a file that the run would replace;
-    `only`: the files that are replaced, by default all of a run.
-    """
+    """UsageError for a folder that is not of a run and has a file that one would replace; `only`: which."""
     for name, begins in _REPLACED.items():
         beginning = store.read(name)[: len(begins)] if store.exists(name) else b""
         if name == "config.json" and beginning == begins:
             return
         if not begins.startswith(beginning) and (not only or name in only):
-            raise UsageError(
-                f"--out {out}: {name} in it is not of a run of this program, and would be replaced; pass "
-                "another folder, or move the file away"
-            )
+            why = f"{name} in it is not of a run of this program, and would be replaced"
+            raise UsageError(f"--out {out}: {why}; pass another folder")
 
 
 def manifest_of(files: dict[str, str]) -> bytes:
@@ -108,7 +102,6 @@ def manifest_of(files: dict[str, str]) -> bytes:
 
 
 def is_old(folder: Path) -> bool:
-    """Whether an earlier version of this program wrote a checkpoint."""
     return (folder / OLD_MANIFEST).exists() and not (folder / MANIFEST).exists()
 
 
@@ -127,9 +120,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def checked(root: Path, step: int, ranks: Ranks = ALONE) -> Path:
-    """The folder of a checkpoint in `root`, after each rank has verified the digests of a share of its files;
-    CheckpointError names the damaged, missing and surplus ones.
-    """
+    """The folder of a checkpoint whose digests the ranks have verified; CheckpointError names wrong files."""
     folder = root / folder_name(step)
 
     def differing() -> set[str]:
@@ -187,8 +178,6 @@ class _DurableFiles(FileSystem):
 
 
 class _Written(list[Any]):
-    """Torch's results of a rank, which it passes to `finish`, and the digests of the files of the rank."""
-
     digests: dict[str, str]
 
 
@@ -220,7 +209,6 @@ class CommitWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        """On rank 0, when all ranks have written: the table, the state, and last the manifest."""
         super().finish(metadata, results)
         read_table(self.partial)  # so that an invalid one is not found at the next start only
         self.write(STATE, self.state)
@@ -246,17 +234,13 @@ def remove(folder: Path) -> None:
 
 
 def wait_for_claim(out: str, take: Callable[[], T | None], holder: Callable[[float], str | None]) -> T:
-    """What `take` returns, after the end of a killed run. `holder`: a run that is alive, after so many
-    seconds of waiting; LockedError names it.
-    """
+    """What `take` returns, after the end of a killed run. LockedError: `holder` is still alive."""
     began, is_logged = time.monotonic(), False
     while (taken := take()) is None:
         waited = time.monotonic() - began
         other = holder(waited)
         if other is not None and waited > _PATIENCE:
-            raise LockedError(
-                f"--out {out}: in use by another run, process {other}; pass another --out, or stop that run"
-            )
+            raise LockedError(f"--out {out}: in use by another run, process {other}; pass another --out")
         if waited > _QUIET and not is_logged:
             is_logged = True
             _LOG.warning("waiting for the end of another run with this --out, process %s", other or "unknown")
@@ -279,7 +263,6 @@ class Folder:
         self.token: str = self.ranks.on_first(self._begin)
 
     def _begin(self) -> str:
-        """Lock the folder and remove what was not committed; return the token of this run."""
         folder, process = self.folder / CHECKPOINTS, self.folder / ".process"
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -309,14 +292,11 @@ class Folder:
         yield checked(self.folder / CHECKPOINTS, step, self.ranks)
 
     def push(self, writer: CommitWriter, names: Iterable[str]) -> None:
-        """Make files that this rank has written durable; in a folder they are."""
+        """Make files that this rank has written durable, as they are in a folder."""
 
     def commit(self, writer: CommitWriter, files: dict[str, str]) -> None:
         if others := sorted(files.keys() ^ _names(writer.partial)):
-            raise CheckpointError(
-                f"{others[0]}: not seen by rank 0, or not written by this run; all ranks must share --out, "
-                "and no other run may use it"
-            )
+            raise CheckpointError(f"{others[0]}: not seen by rank 0, or of another run; share --out")
         writer.write(MANIFEST, manifest_of(files))
         flush(writer.partial)
         if writer.final.exists():  # of a killed run whose writer went on
@@ -324,7 +304,7 @@ class Folder:
         commit(writer.partial, writer.final)
 
     def set_aside(self, step: int) -> str:
-        """Rename a damaged checkpoint, so that it counts no more; return its new path."""
+        """Rename a damaged checkpoint, so that it counts no more."""
         aside = Path(f"{self.path(step)}.damaged-{secrets.token_hex(4)}")
         commit(self.path(step), aside)
         return str(aside)

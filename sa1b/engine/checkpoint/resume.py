@@ -59,10 +59,7 @@ def restore(
             feed.load_state_dict({"history": [[0, 0, saved["data"]["global_batch"]]], **state["stream"]})
     except ResumeError as error:
         _refuse(saved, current, out, *_SEQUENCE)
-        raise UsageError(
-            f"--out {out}: {error}; the flag of the view is --data.view; to train on the images that are "
-            f"there now, pass another --out with --init {out}"
-        ) from None
+        raise UsageError(f"--out {out}: {error}; or pass another --out with --init {out}") from None
     if state["scaler"]:  # empty unless the checkpoint is of fp16; the scale then starts anew
         training.scaler.load_state_dict(state["scaler"])
     steps = config.optim.steps
@@ -104,19 +101,19 @@ def changes(saved: Settings, current: Settings, step: int) -> list[str]:
 
 
 def _refuse(saved: Settings, current: Settings, out: str, *names: str) -> None:
-    """UsageError if settings whose names begin with one of `names` differ; it has flags and both values."""
+    """UsageError if settings whose names begin with one of `names` differ."""
     differing = {
         name: values for name, values in _differences(saved, current).items() if name.startswith(names)
     }
     if differing:
-        given = [", ".join(_given(name, values[i]) for name, values in differing.items()) for i in (0, 1)]
+        old, new = (", ".join(_given(name, two[i]) for name, two in differing.items()) for i in (0, 1))
         remedies = [
             f"drop --{name}" if before in (None, []) else f"pass {_given(name, before)}"
             for name, (before, _) in differing.items()
         ]
         raise UsageError(
-            f"--out {out}: was trained with {given[0]}, this run has {given[1]}; {', '.join(remedies)}, or "
-            f"pass another --out with --init {out}"
+            f"--out {out}: was trained with {old}, this run has {new}; {', '.join(remedies)}, or pass "
+            f"another --out with --init {out}"
         )
 
 

@@ -1,8 +1,7 @@
 """The tensors of a model and its optimizer, by names that do not depend on mode or world size:
 `model.decoder.weight`, `optimizer.decoder.weight.exp_avg`.
 
-Only tensors are saved, because torch unpickles everything else without a check. It reads a tensor with
-weights_only, but `.metadata`, the table of contents, is a pickle too; `read_table` reads it.
+Only tensors are saved, because torch unpickles everything else without a check; `.metadata` is a pickle too.
 """
 
 import pickle
@@ -64,9 +63,8 @@ def read_table(folder: Path) -> Metadata:
         with path.open("rb") as file:
             table: Metadata = _Unpickler(file).load()
     except Exception as error:
-        raise CheckpointError(
-            f"{path}: not a table of tensors ({error or type(error).__name__}); use an older checkpoint"
-        ) from None
+        why = f"{path}: not a table of tensors ({error or type(error).__name__})"
+        raise CheckpointError(f"{why}; use an older checkpoint") from None
     return table
 
 
@@ -92,50 +90,40 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
 
 def share(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
     """The tensors that this rank writes: its shards, and an equal share (by bytes) of the unsharded ones."""
-    rank_tensors: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
     load = [0] * world_size
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            rank_tensors[name] = tensor
-            continue
-        owner = load.index(min(load))
-        load[owner] += tensor.nbytes
+        owner = rank if isinstance(tensor, DTensor) else load.index(min(load))
+        load[owner] += 0 if isinstance(tensor, DTensor) else tensor.nbytes
         if owner == rank:
-            rank_tensors[name] = tensor
-    return rank_tensors
+            own[name] = tensor
+    return own
 
 
 def bytes_of(model: nn.Module, moments: int = 2) -> int:
-    """The size of a checkpoint, about: the weights, and so many moments of each that is trained."""
+    """The size of a checkpoint, about."""
     trained = [parameter for parameter in stored(model).parameters() if parameter.requires_grad]
     tensors = [*gather(model).values(), *trained * moments]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
-    """Fill a model and its optimizer's state in place; collective. After a CheckpointError both may be partly
-    filled.
-    """
+    """Fill a model and its optimizer's state in place; collective."""
     entries, targets = _entries(folder), gather(model)
     saved = {name: (entry.properties.dtype, entry.size) for name, entry in entries.items()}
     needed = {name: (tensor.dtype, tensor.shape) for name, tensor in targets.items()}
     model_names = needed.keys() | {name for name in saved if name.startswith(MODEL)}
     if differing := sorted(name for name in model_names if saved.get(name) != needed.get(name)):
         # Torch ignores a tensor that the model does not have, and casts one of another dtype.
-        raise MismatchError(
-            f"{folder}: of another model, which differs in {first_names(differing, 3)}; pass the settings "
-            "that it was trained with"
-        )
+        names = first_names(differing, 3)
+        raise MismatchError(f"{folder}: of another model, which differs in {names}; pass its settings")
     groups = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     trained = {name: parameter for name, parameter in stored(model).named_parameters() if parameter in groups}
     optimizer.state.clear()
     for full in (name for name in saved if name.startswith(OPTIMIZER)):
         name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
-        if name not in trained:
-            raise MismatchError(
-                f"{folder}: has optimizer state for {name}, which is not trained in this run; pass the "
-                "--optim.freeze of that run, or start from its weights with --init"
-            )
+        if name not in trained:  # `restore` refuses another --optim.freeze
+            continue
         like, (dtype, size) = trained[name], saved[full]
         # What has not the shape of its parameter is a count of steps.
         count = torch.zeros(size, dtype=dtype, device=like.device)
@@ -145,9 +133,7 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> 
 
 
 def read_weights(folder: Path, *, mean: bool = True) -> dict[str, Tensor]:
-    """The weights of a checkpoint by their published names, on the CPU; not collective. With `mean`, the
-    running mean of the weights (--optim.ema) if the run has one.
-    """
+    """The weights of a checkpoint by their published names, on the CPU; `mean`: the running mean, if any."""
     entries = _entries(folder)
     names = [name.removeprefix(MODEL) for name in entries if name.startswith(MODEL)]
     means = {name: f"{OPTIMIZER}{name}.ema" for name in names}

@@ -1,6 +1,4 @@
-"""Checks that all ranks have the same folder, settings and model, which training would not detect: DDP would
-apply gradients of one model to another, and FSDP would assemble a model from shards of several.
-"""
+"""Checks that all ranks have the same folder, settings and model, which training would not detect."""
 
 import secrets
 import socket

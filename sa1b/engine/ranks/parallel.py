@@ -35,9 +35,7 @@ from sa1b.workers import memory_limit
 
 
 def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-    """Move the module to its device and distribute it; train and evaluate through the result.
-    DisagreementError: ranks have different models; FSDP would mix them, and DDP hide it.
-    """
+    """Move the module to its device and distribute it; train and evaluate through the result."""
     agree_on_weights(module, rank_info)
     if config.mode != "none":
         module = shared_statistics(module, config, rank_info)
@@ -49,10 +47,6 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
 
 
 def _ddp(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-    """Every rank has the complete model. Gradients are views of the buckets, which saves a second copy."""
-    # DDP does not broadcast buffers: they are constants, or equal on all ranks, as the statistics of
-    # `shared_statistics`; or `sa1b.engine.step.gradients.Buffers` shares them after each step.
-
     # The gradient of a 1 x 1 convolution of channels-last pixels has other strides, but the same bytes.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     wrapped = DistributedDataParallel(
@@ -64,7 +58,7 @@ def _ddp(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
         static_graph=config.static_graph,
         find_unused_parameters=config.find_unused,
     )
-    # The constructor argument of this name is deprecated, but its successor is missing before torch 2.13.
+    # `gradients.Buffers` shares them. The constructor's argument is deprecated, its successor new in 2.13.
     wrapped.broadcast_buffers = False
     if config.compress == "fp16":
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -80,14 +74,9 @@ def _reduce_bf16(group: None, bucket: GradBucket) -> Future[Tensor]:
 
 
 def _fsdp(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-    """FSDP2: ranks have shards of the model, and gather groups of parameters before each pass through."""
-    # Large groups need fewer and longer transfers; small groups need less memory, because one group is
-    # computed while the next one is gathered. The units of the model are gathered in the number format of the
-    # matrix products, which halves the sent bytes for 16-bit formats; all other parameters are one group in
+    # The units of the model are gathered in the format of the matrix products, all other parameters in
     # float32. Inputs are never cast, because they may be coordinates.
-
-    # A unit may return a view of a matrix product. Torch warns that changing such a result in place
-    # removes the hook that gathers weights for the backward pass. Models add the result to a residual.
+    # Torch warns of changes in place of a view that a unit returns; models add it to a residual.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     kept = OffloadPolicy()
     if config.offload != "none":
@@ -149,9 +138,7 @@ def _gather_group(first: Any, last: Any) -> None:
 
 
 def shared_statistics(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-    """Convert the BatchNorm layers of a module, if any, to compute their statistics over all ranks: buffers
-    are not broadcast, and each rank would save those of its own samples. UsageError: no flag allows either.
-    """
+    """Convert BatchNorm layers to compute their statistics over all ranks, or refuse those of each rank."""
     norms = nn.modules.batchnorm._BatchNorm
     layers = [name for name, part in module.named_modules() if isinstance(part, norms)]
     if not layers or rank_info.world_size == 1 or config.broadcast_buffers:

@@ -26,12 +26,8 @@ _LATE = 10.0  # seconds after the timeout of the store, which the constructor of
 
 
 def fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
-    """The ranks' store with a prefix that no earlier attempt has used.
-
-    torchrun keeps one store over its restarts (torch 2.13,
-    torch/distributed/elastic/rendezvous/dynamic_rendezvous.py), so ranks would find the addresses of dead
-    ranks there. Therefore each rank writes a random token, and rank 0 answers each token with its own, until
-    all ranks have confirmed it. The token of rank 0 is the prefix.
+    """The ranks' store with a prefix that no earlier attempt has used: torchrun keeps one store over its
+    restarts (torch 2.13, dynamic_rendezvous.py), which has the addresses of dead ranks.
     """
     try:
         return Limited().call(lambda: _store(rank, world_size, wait), wait.total_seconds() + _LATE)
@@ -57,6 +53,7 @@ def fault(error: Exception, *, serves: bool) -> tuple[str, str]:
 
 
 def _store(rank: int, world_size: int, wait: timedelta) -> Store:
+    # Rank 0 answers the random token of each rank with its own, the prefix, until all have confirmed it.
     store: Store = next(rendezvous("env://", rank, world_size, timeout=wait))[0]
     store.set_timeout(wait)
     token = secrets.token_hex(8)
@@ -79,9 +76,7 @@ def _store(rank: int, world_size: int, wait: timedelta) -> Store:
 
 
 def start(config: ParallelConfig) -> RankInfo:
-    """Take this process's device and join the other ranks. Without torchrun, ddp and fsdp create a group of
-    one; an existing group, such as that of Ray, gets the timeouts of this run.
-    """
+    """Take this process's device and join the other ranks; an existing group, as of Ray, is used."""
     rank, world_size = process_rank()
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     device = _device(config, local_rank)
@@ -91,18 +86,14 @@ def start(config: ParallelConfig) -> RankInfo:
     if config.mode == "none":
         return RankInfo(rank, world_size, local_rank, device, None)
     if not dist.is_initialized():
-        # Checkpoints are saved from the CPU in parallel with training, so GPUs need gloo too.
+        # Checkpoints are saved from the CPU, so GPUs need gloo too.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         wait = timedelta(seconds=config.timeout_first)
-        # A group of one process needs no address and no port.
         store = HashStore() if world_size == 1 else fresh_store(rank, world_size, wait)
-        # On the bound device, NCCL connects immediately; it is also that of collectives that name none.
-        bound = device if device.type == "cuda" else None
+        bound = device if device.type == "cuda" else None  # on which NCCL connects immediately
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=wait, device_id=bound
         )
-        if bound is not None:
-            _refuse_shared_gpus(store, rank, world_size, bound)
         _created.append(dist.group.WORLD)
     replicas, mesh = replicas_on(world_size, config.replicas), None
     if config.mode == "fsdp":
@@ -116,7 +107,7 @@ def start(config: ParallelConfig) -> RankInfo:
 
 
 def stop() -> None:
-    """Destroy the group if `start` created it. Do not call this after an error of one rank only."""
+    """Destroy the group if `start` created it; not after an error of one rank, which would wait."""
     if dist.is_initialized() and any(group is dist.group.WORLD for group in _created):
         dist.destroy_process_group()
 
@@ -128,7 +119,6 @@ _created: list[object] = []
 
 def set_timeout(rank_info: RankInfo, seconds: float) -> None:
     """Set the timeout of later collectives."""
-    # With gloo, a call that exceeds it raises RuntimeError. With NCCL, torch's watchdog ends the process.
     if not dist.is_initialized():
         return
     for group in [None, *(rank_info.mesh.get_all_groups() if rank_info.mesh else [])]:
@@ -142,31 +132,14 @@ def _device(config: ParallelConfig, local_rank: int) -> torch.device:
     # A launcher may show each task its own GPU only, as number 0 (srun --gpus-per-task=1).
     index = 0 if visible == 1 else local_rank
     if index >= visible:
-        raise UsageError(
-            f"local rank {local_rank}: no GPU is left for it, this process sees {visible}; "
-            "start fewer processes on this machine, or pass --parallel.device cpu"
-        )
-    # The device is set first, so that allocations on "the current device" are not made on the first GPU.
+        why = f"no GPU is left for it, this process sees {visible}"
+        raise UsageError(f"local rank {local_rank}: {why}; start fewer, or pass --parallel.device cpu")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
-def _refuse_shared_gpus(store: Store, rank: int, world_size: int, device: torch.device) -> None:
-    """Raise UsageError if two ranks have the same GPU: NCCL would hang or fail without naming them."""
-    gpu = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
-    store.set(f"gpu/{rank}", gpu)
-    for other in range(world_size):
-        if other != rank and store.get(f"gpu/{other}").decode() == gpu:
-            raise UsageError(
-                f"ranks {min(rank, other)} and {max(rank, other)}: have the same GPU ({gpu}); start one "
-                "process for each GPU, or let each task see its own (srun --gpus-per-task=1)"
-            )
-
-
 def replicas_on(world_size: int, demanded: int) -> int:
-    """Copies of the model: the largest divisor of the world size up to `demanded` with two ranks for each.
-    More copies would need more memory on each rank.
-    """
+    """Copies of the model: the largest divisor of the world size up to `demanded` with two ranks for each."""
     fitting = range(1, min(demanded, max(world_size - 1, 1)) + 1)
     return max(replicas for replicas in fitting if world_size % replicas == 0)
 
@@ -178,6 +151,5 @@ def replicas_note(world_size: int, demanded: int) -> str:
         return ""
     return (
         f"--parallel.replicas {demanded}: does not fit {counted(world_size, 'rank')}, so it is "
-        f"{replicas}, with {counted(world_size // replicas, 'rank')} for each copy of the model, until a "
-        f"restart with a multiple of {demanded} ranks, at least {2 * demanded}\n"
+        f"{replicas}, with {counted(world_size // replicas, 'rank')} for each copy of the model\n"
     )

@@ -1,6 +1,4 @@
-"""The ranks of a run: this process, and work that succeeds or fails on all ranks. If one rank raised an error
-while the others continue, they would wait for it: so results and errors are exchanged together.
-"""
+"""The ranks of a run: this process, and work that succeeds or fails on all ranks together."""
 
 import datetime
 from collections.abc import Callable
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
-from sa1b.errors import CheckpointError, Sa1bError
+from sa1b.errors import CheckpointError, Sa1bError, UsageError
 
 T = TypeVar("T")
 
@@ -47,14 +45,13 @@ class Ranks:
     limit: float = 1800.0
 
     def on_all(self, work: Callable[[], T]) -> list[T]:
-        """Do `work` on every rank and return the results of all ranks, in the order of ranks.
-        CheckpointError: it failed on any rank; the message contains the errors of all ranks, and the error
-        has the class of one that is a subclass.
+        """The results of `work` on all ranks. CheckpointError or UsageError, with the errors of all ranks: it
+        failed on any rank.
         """
-        value, failure = cast(T, None), cast(CheckpointError | None, None)
+        value, failure = cast(T, None), cast(Sa1bError | None, None)
         try:
             value = work()
-        except CheckpointError as error:
+        except (CheckpointError, UsageError) as error:
             failure = error
         except (Exception, CheckpointException) as error:  # KeyboardInterrupt is a BaseException
             failure = CheckpointError(_text(error))
@@ -68,7 +65,7 @@ class Ranks:
         return [value for value, _ in outcomes]
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Do `work` on rank 0 and return its result on every rank; CheckpointError: the work failed."""
+        """The result of `work` on rank 0, on all ranks."""
         return cast(T, self.on_all(lambda: work() if self.rank == 0 else None)[0])
 
 

@@ -1,1 +1,0 @@
-"""A training step: samples, gradients and precision, optimizer."""

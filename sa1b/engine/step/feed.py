@@ -22,11 +22,7 @@ from sa1b.stream.text import ColumnError
 
 
 class Feed:
-    """The micro-batches of one rank; `image_size` is that of the model, `run` its folder, for the damage log.
-
-    `view` is read instead of `config.view`; "sequential" is the order of an evaluation. UsageError names the
-    flag of settings that do not fit together.
-    """
+    """The micro-batches of one rank; `view` is read instead of `config.view`; `run`: for the damage log."""
 
     def __init__(
         self,
@@ -41,8 +37,6 @@ class Feed:
     ) -> None:
         target_size = config.target_size or image_size // 4
         shared: dict[str, Any] = {
-            "global_batch": config.global_batch,
-            "micro_batch": config.micro_batch,
             "order": order,
             "epochs": None if order == "shuffle" else 1,  # a training run counts steps, not epochs
             "damage_log": run / "damaged.jsonl",
@@ -59,16 +53,8 @@ class Feed:
         # The lines of earlier starts count, too.
         self.stream.damage_log = DamageLog(run / "damaged.jsonl", rank_info.rank)
         try:
-            self.loader = Loader(
-                self.stream,
-                threads=config.threads,
-                processes=config.processes,
-                prefetch=config.prefetch,
-                device=rank_info.device,
-                dense=target_size,
-                decode=config.decode,
-                quiet=True,
-            )
+            same = {name: getattr(config, name) for name in ("threads", "processes", "prefetch", "decode")}
+            self.loader = Loader(self.stream, device=rank_info.device, dense=target_size, quiet=True, **same)
         except ValueError as error:
             raise with_flags(error) from None
         self.micro_batches = self.stream.plan.count
@@ -77,7 +63,7 @@ class Feed:
 
     @property
     def images(self) -> int:
-        """Images of an epoch. An epoch of a mixture ends when each image of every source was used."""
+        """Images of an epoch; that of a mixture ends when each image of every source was used."""
         return self.stream.plan.order.count
 
     def receipt(self) -> dict[str, Any]:
@@ -109,43 +95,35 @@ class Feed:
         return islice(self, self.micro_batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last step whose micro-batches were all taken."""
         state = self.loader.state_dict()
         return {**state, "history": self._history} if isinstance(self.stream, Mix) else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state. Raises sa1b.stream.plan.ResumeError."""
         self.close()
         if isinstance(self.stream, Mix):
             self._history = reschedule(self.stream, self._config, {"history": self._history, **state})
         self.loader.load_state_dict(state)
 
     def close(self) -> None:
-        """Stop the loader's threads."""
         if self._batches is not None:
             self._batches.close()
         self._batches = None
 
 
 def _stream(data: DataConfig, view: str | None, seed: int, **shared: Any) -> Stream:
-    """The stream of a dataset; UsageError names the flag that is wrong."""
     trains = shared["order"] == "shuffle"
+    same = ("global_batch", "micro_batch", "deadline", "cache", "cache_bytes", "layers", "masks", "strategy")
     try:
         stream = Stream(
             data.root,
             view=view,
             seed=seed,
-            deadline=data.deadline,
             storage_options=endpoint_options(str(data.root), data.endpoint) or None,
-            cache=data.cache,
-            cache_bytes=data.cache_bytes,
-            layers=data.layers,
-            masks=data.masks,
-            strategy=data.strategy,
             text=data.texts(),
             block_size=data.block_size if trains else 1,
             flip=data.flip if trains else 0.0,
             min_pixels=data.min_pixels if trains else 0,
+            **{name: getattr(data, name) for name in same},
             **shared,
         )
     except ColumnError as error:
@@ -157,15 +135,12 @@ def _stream(data: DataConfig, view: str | None, seed: int, **shared: Any) -> Str
         flag = f"{part}.view" if _opens(data, data.layers) else f"{part}.layers"
         raise UsageError(f"{flag if _opens(data) else '--data.root'}: {error}") from None
     if data.masks and not (stream.dataset.manifest["totals"]["masks"] or stream.dataset.layers):
-        raise UsageError(
-            f"--data.root {data.root}: has no masks, and this model learns masks; label images with "
-            "`sa1b annotate`, or train a model that reads none: --preset distill, or one of your own"
-        )
+        way = "label images with `sa1b annotate`, or pass --preset distill"
+        raise UsageError(f"--data.root {data.root}: has no masks, and this model learns masks; {way}")
     return stream
 
 
 def _mix(config: DataConfig, view: str | None, seed: int, **shared: Any) -> Mix:
-    """The mixture of `--data.mix`; `view` is that of an evaluation. UsageError names file and source."""
     sources, schedule = read_mix(config)
     streams = {}
     for source in sources:
@@ -191,7 +166,7 @@ def _mix(config: DataConfig, view: str | None, seed: int, **shared: Any) -> Mix:
 
 
 def _opens(data: DataConfig, layers: tuple[str, ...] = ()) -> bool:
-    """Whether the dataset opens without the view. If it does, an error was caused by the view."""
+    """Whether the dataset opens without the view, which then is at fault."""
     options = endpoint_options(str(data.root), data.endpoint) or None
     try:
         Dataset(data.root, deadline=data.deadline, storage_options=options, layers=layers)

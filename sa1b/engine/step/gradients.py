@@ -1,8 +1,7 @@
 """The gradient of a global batch, accumulated over micro-batches and ranks.
 
-Losses are sums over masks. Ranks and micro-batches have different numbers of masks, so a mean of means would
-weight them wrongly. Instead the sums are back-propagated, and the gradients are divided once by the number of
-masks in the global batch. DDP and FSDP average over ranks, so the factor is world size / masks.
+Ranks and micro-batches have different numbers of masks. So sums are back-propagated, and the gradients are
+divided once by the masks of the global batch. DDP and FSDP average, so the factor is world size / masks.
 """
 
 import math
@@ -124,13 +123,11 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Return to the last copy: the step is skipped."""
         for buffer, before in zip(self._buffers, self._kept, strict=True):
             buffer.copy_(before)
 
     @torch.no_grad()
     def share(self) -> None:
-        """Take the values of rank 0, if they are shared; collective."""
         if self._shared:
             _sync_params_and_buffers(_get_default_group(), self._buffers, 1 << 28, 0)
 
@@ -171,7 +168,6 @@ class TrainStep:
         return totals
 
     def finish(self, count: Tensor) -> Tensor:
-        """Turn the sums into the gradient of the global batch; `count`: of this rank's micro-batches."""
         module, optimizer, clip = self.module, self.optimizer, self.config.optim.grad_clip
         return finish(module, optimizer, self.scaler, count / self.divisor, self.rank_info, grad_clip=clip)
 

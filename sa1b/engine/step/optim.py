@@ -1,9 +1,7 @@
 """The optimizer and its learning rates: AdamW, layer-wise decay, schedules that are functions of the step.
 
-The defaults are the published recipe of ViT-H ("Segment Anything", Kirillov et al. 2023, appendix A): AdamW
-with betas 0.9 and 0.999, weight decay 0.1, layer-wise decay 0.8, 8e-4 at a batch of 256 images, 250 steps of
-linear warm-up, a tenth of the learning rate at 60,000 and again at 86,666 of 90,000 steps. The paper
-specifies no limit of the gradient norm; the default here is 1, and SAM 2 has 0.1.
+The defaults are the published recipe of ViT-H ("Segment Anything", Kirillov et al. 2023, appendix A), with a
+limit of the gradient norm, 1, of which the paper says nothing; SAM 2 has 0.1.
 """
 
 import math
@@ -20,29 +18,17 @@ from torch.optim import AdamW, Optimizer
 from sa1b.console import counted
 from sa1b.engine.model import declared
 from sa1b.engine.settings import OptimConfig
-from sa1b.errors import UsageError
 
 
 def freeze(module: nn.Module, config: OptimConfig) -> None:
-    """Freeze parts, before `wrap` and `make_optimizer`: autograd records no backward pass through them, and
-    they are in evaluation mode, which `module.train()` would end.
-    """
-    weights = declared(module).weights()
+    """Freeze parts, before `wrap` and `make_optimizer`, in evaluation mode, which `module.train()` ends."""
     for part in config.freeze:
-        try:
-            weights.get_submodule(part).requires_grad_(False).eval()
-        except AttributeError:
-            parts = ", ".join(name for name, _ in weights.named_children())
-            raise UsageError(f"--optim.freeze {part}: no such part; choose from {parts}") from None
-    if not any(parameter.requires_grad for parameter in weights.parameters()):
-        raise UsageError(
-            f"--optim.freeze {' '.join(config.freeze)}: leaves no parameter to train; name fewer parts"
-        )
+        declared(module).weights().get_submodule(part).requires_grad_(False).eval()
 
 
 def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> Optimizer:
-    """AdamW over the trained parameters of the result of `wrap`, one group per layer and kind of decay, in an
-    order that is the same in all modes. "lr_scale" of a group is its factor on the learning rate.
+    """AdamW over the trained parameters of the result of `wrap`, one group per layer and kind of decay;
+    "lr_scale" of a group is its factor on the learning rate.
     """
     model = declared(module)
     weights = model.weights()
@@ -69,7 +55,6 @@ def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> Optimi
 
 
 def peak_lr(config: OptimConfig, batch: int) -> float:
-    """Learning rate of the last layer after warm-up, for a global batch of `batch` images."""
     ratio = batch / config.reference_batch
     return config.lr * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[config.batch_scaling]
 
@@ -84,9 +69,7 @@ def lr_line(config: OptimConfig, batch: int) -> str:
 
 
 def lr_at(config: OptimConfig, batch: int, step: int) -> float:
-    """Learning rate of the last layer in a step, counted from 0; constant after the end of the schedule.
-    Step 0 has 1 / warmup of the peak; step warmup - 1 is the first one at the peak.
-    """
+    """Learning rate of the last layer in a step, counted from 0; step warmup - 1 is the first at the peak."""
     peak = peak_lr(config, batch)
     if step < config.warmup:
         return peak * ((step + 1) / config.warmup)  # in this order, rounding cannot exceed the peak
@@ -101,16 +84,13 @@ def lr_at(config: OptimConfig, batch: int, step: int) -> float:
 
 
 def set_lr(optimizer: Optimizer, rate: float) -> None:
-    """Set each group's learning rate for the next step: `rate` times the group's "lr_scale"."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
 
 
 @torch.no_grad()
 def update_ema(optimizer: Optimizer, config: OptimConfig, step: int) -> None:
-    """Update the running mean of the weights after an optimizer step, counted from 0; the first one starts
-    it. The mean is "ema" in the optimizer's state of each parameter.
-    """
+    """Update the running mean of the weights, "ema" in the optimizer's state, after a step from 0."""
     if not config.ema:
         return
     pairs = [(parameter, state) for parameter, state in optimizer.state.items() if state]

@@ -1,1 +1,0 @@
-"""What a run observes: phases, figures, signals, and ranks that hang."""

@@ -1,8 +1,7 @@
 """Control of a run: exchange of figures, timings and reasons to stop between ranks, once a step.
 
-A signal or a full disk may concern one rank only, and the others would wait for it if it left the loop alone.
-So each rank sets its own `asked` and `failure` at any time; `stop` is the same on all ranks and changes only
-in `exchange` and `poll`, which all ranks call together.
+A signal or a full disk may concern one rank only, which sets its own `asked` or `failure`. `stop` is the same
+on all ranks, and changes in `exchange` and `poll` only.
 """
 
 import json
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sa1b.arguments import Range, check_fields
+from sa1b.engine.checkpoint.folder import AGAIN
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.watch.signals import SIGNALS, Stop, WriteError
 from sa1b.errors import Sa1bError
@@ -32,7 +32,6 @@ from sa1b.storage.atomic import append_line
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
-_AGAIN = "then start the same command again: it resumes from the newest checkpoint"
 # Agents of torchrun look for new machines every second (torch 2.13, dynamic_rendezvous.py, cache_duration).
 _AGENTS_NOTICE = 5.0
 _STEPS = 16  # number of last steps of which the longest counts
@@ -83,7 +82,6 @@ class Control:
         return StepFigures(means, count, images, ranks["norm"][own], ranks["sum/loss"][own], ranks)
 
     def poll(self) -> bool:
-        """Whether the run stops; collective."""
         self._gather({}, {})
         return bool(self.stop)
 
@@ -141,10 +139,8 @@ class Control:
             self.within(path, work)
         except OSError as error:
             if self.failure is None:
-                self.failure = WriteError(
-                    f"{error.filename or path}: cannot be written ({error.strerror or error}); "
-                    f"free space or repair the disk, {_AGAIN}"
-                )
+                why = f"{error.filename or path}: cannot be written ({error.strerror or error})"
+                self.failure = WriteError(f"{why}; free space or repair the disk, {AGAIN}")
                 _LOG.error("rank %d: %s", self._rank_info.rank, self.failure)
 
     def within(self, path: Path, work: Callable[[], T]) -> T:
@@ -152,7 +148,7 @@ class Control:
         try:
             return self._limited.call(work, self._limit)
         except OverdueError as error:
-            raise WriteError(f"{path}: {error} (--data.deadline); check the disk, {_AGAIN}") from None
+            raise WriteError(f"{path}: {error} (--data.deadline); check the disk, {AGAIN}") from None
 
     def check(self) -> None:
         """At the end of a run, raise the WriteError that stopped it, with the rank that had it."""
@@ -200,8 +196,6 @@ class HealthConfig:
 
 
 class Health:
-    """Decides, on all ranks alike, whether steps are taken."""
-
     def __init__(self, config: HealthConfig, run: Path, rank_info: RankInfo, control: Control) -> None:
         self.path, self.skipped = run / "not-finite.jsonl", 0  # steps of this process that were not taken
         self.lost = 0  # last consecutive steps without a finite loss; the weights may be bad

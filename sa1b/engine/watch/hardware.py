@@ -1,9 +1,4 @@
-"""GPUs by name, and numbers of the device of a rank.
-
-Figures of GPUs are those of the vendors' data sheets: operations per second of dense matrix products, without
-sparsity; memory in 10^9 bytes; the rate in one direction between the GPUs of a node, by NVLink if the GPU has
-it, else by PCIe.
-"""
+"""GPUs by name, with the dense products and one-way links of their data sheets, and numbers of a rank's device."""
 
 import math
 import os
@@ -58,7 +53,6 @@ GPUS = (
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU of --gpu in any case, "NVIDIA" may be omitted; UsageError if it is not in the list."""
     wanted = name.casefold().replace("nvidia", "").replace("-", " ").strip()
     for gpu in GPUS:
         if gpu.name.casefold().replace("-", " ") == wanted:
@@ -69,7 +63,6 @@ def gpu_named(name: str) -> Gpu:
 
 def peak_flops(device: torch.device, precision: Precision) -> float | None:
     """Peak operations per second of a GPU with --parallel.precision; None if unknown, as on a CPU."""
-    # A GPU is known by its exact name: a part of it may be the name of another one, such as L4 of L40.
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
@@ -96,35 +89,31 @@ _INTERVAL = 1.0  # seconds between samples
 
 
 class Sampler:
-    """Numbers of a rank's device and of the forward passes of its `module`.
-
-    `forward`: seconds of the last pass of the step before. `peak_memory`: bytes so far of the GPU, or of this
-    process on a CPU. Sampled at most once a second are, of a GPU, `gpu_utilisation`: part of the time in
-    which a kernel ran, 0 to 1; `gpu_memory_gb`: memory used by all programs, GB (10^9 bytes); `gpu_power_w`:
-    watts; `gpu_clock_mhz`: of its multiprocessors. Without a GPU, `cpu_utilisation`: processors that this
-    process used since the sample before, 1.5: one and a half; `memory_gb`: its resident memory, GB.
+    """Numbers of a rank's device, sampled at most once a second, and the seconds of its last forward pass of
+    the step before. `peak_memory`: bytes so far. Utilisation of a CPU: processors used since the last sample.
     """
 
     def __init__(self, device: torch.device, module: nn.Module) -> None:
         self._device, self._is_gpu, self._sample = device, device.type == "cuda", dict[str, float]()
         self._before = time.perf_counter(), time.process_time()
         self._begin: Any = None
-        # Beginning and end of the last pass, and of the last one before the last call of `latest`, which the
-        # device has completed: on a GPU they are events, and nothing waits for them.
+        # Beginning and end of the last pass, on a GPU events, and of one that the device has completed.
         self._last: tuple[Any, Any] | None = None
         self._complete: tuple[Any, Any] | None = None
         module.register_forward_pre_hook(lambda *_: setattr(self, "_begin", self._now()))
         module.register_forward_hook(lambda *_: setattr(self, "_last", (self._begin, self._now())))
 
     def latest(self) -> dict[str, float]:
-        """The numbers; unknown ones are NaN. Call it once a step. The names depend on the kind of device."""
         before, now = self._before, (time.perf_counter(), time.process_time())
         if not self._sample or now[0] - before[0] >= _INTERVAL:
-            self._before, reads = now, _GPU
-            if not self._is_gpu:
+            self._before = now
+            if self._is_gpu:
+                self._sample = {name: self._read(read) for name, read in _GPU.items()}
+            else:
+                pages = int(Path("/proc/self/statm").read_text().split()[1])
                 busy = (now[1] - before[1]) / max(now[0] - before[0], 1e-9)
-                reads = {"cpu_utilisation": lambda _: busy, "memory_gb": _resident_gb}
-            self._sample = {name: self._read(read) for name, read in reads.items()}
+                resident = pages * os.sysconf("SC_PAGESIZE") / 1e9
+                self._sample = {"cpu_utilisation": busy, "memory_gb": resident}
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self._is_gpu:
             peak = torch.cuda.max_memory_allocated(self._device)
@@ -134,7 +123,7 @@ class Sampler:
     def _read(self, read: Callable[[torch.device], float]) -> float:
         try:
             return read(self._device)
-        except Exception:  # without pynvml, the driver or /proc, or not supported by this GPU
+        except Exception:  # without pynvml, or not supported by this GPU
             return math.nan
 
     def _now(self) -> Any:
@@ -149,7 +138,3 @@ class Sampler:
             return math.nan
         begin, end = forward
         return float(begin.elapsed_time(end)) / 1e3 if self._is_gpu else float(end - begin)
-
-
-def _resident_gb(_: torch.device) -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e9

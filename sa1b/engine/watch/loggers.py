@@ -39,7 +39,7 @@ class Callback:
 
 @dataclass(frozen=True, slots=True)
 class Logger(Callback):
-    """Logs the numbers of every `every`-th step, and every score; `call` does it and handles errors."""
+    """Logs the numbers of every `every`-th step, and every score; `call` handles errors."""
 
     every: int
     call: Callable[[Callable[[], object]], object]

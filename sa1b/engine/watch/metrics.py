@@ -57,15 +57,16 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "logging")
+        for package in ("tensorboard", "wandb"):
+            if getattr(self, package) and find_spec(package) is None:
+                raise UsageError(f"--logging.{package}: the package is missing; pip install {package}")
 
 
 class Metrics:
-    """Writes the figures of a run on rank 0; does nothing on the others.
+    """Writes the figures of a run to metrics.jsonl on rank 0; does nothing on the others.
 
-    RUN/metrics.jsonl has a line {"run": {...}} of each start, {"step": 7, "loss": ...} of steps, {"step": 7,
-    "evaluation": {...}, "seconds": ...} of evaluations, and {"step": 52, "ranks": {...}} and {"step": 52,
-    "loader": {...}} of windows. Lines after step `done`, from a run that was killed, are removed; its own
-    line, `last`, is written if the file lacks it. `shown`: label -> figure of the progress line.
+    Lines after step `done`, from a run that was killed, are removed; its own line, `last`, is written if the
+    file lacks it. `shown`: label -> figure of the progress line.
     """
 
     def __init__(
@@ -99,14 +100,12 @@ class Metrics:
         self._append({"run": {"step": done, **about, **({"servers": servers} if servers else {})}})
 
     def show(self, done: int, steps: int) -> None:
-        """Begin the progress line of a run with `done` of `steps` steps, unless it has all of them."""
         if self._first and done < steps:
             interval = 0.5 if sys.stderr.isatty() else 10
             given: dict[str, Any] = {"desc": "train", "unit": "step", "mininterval": interval}
             self._bar = tqdm(total=steps, initial=done, dynamic_ncols=True, **given)
 
     def step(self, step: int, figures: Mapping[str, Any], *, always: bool = False) -> None:
-        """Record a completed step, counted from 1; `always`: whatever the interval of lines."""
         self.result = f"loss {figures['loss']:.4f} in the last step"
         if always or step % self._every == 0:
             self._append({"step": step, **figures})
@@ -119,12 +118,7 @@ class Metrics:
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update()
 
-    def evaluation(
-        self, step: int, scores: Mapping[str, float] | None, seconds: float, how: dict[str, Any]
-    ) -> None:
-        """Record and print an evaluation, if any, after `step` steps; `how`: see `EvaluationConfig.how`."""
-        if scores is None:
-            return
+    def evaluation(self, step: int, scores: Mapping[str, float], seconds: float, how: Any) -> None:
         self._append({"step": step, "evaluation": {**scores, **how}, "seconds": seconds})
         for callback in self._callbacks:
             callback.evaluation(step, scores, seconds)
@@ -137,7 +131,6 @@ class Metrics:
             callback.window(step, kind, summary)
 
     def say(self, line: str) -> None:
-        """Print a line on stdout above the progress line."""
         if self._first:
             tqdm.write(line)
 
@@ -153,12 +146,12 @@ class Metrics:
             self._control.write(self.path, lambda: append_line(self.path, text))
 
     def _keep_until(self, done: int) -> list[dict[str, Any]]:
-        """Remove the lines of steps after `done`; return the documents of the lines that remain."""
+        """Remove the lines of steps after `done`, and cut ones; the documents of the others."""
         if not self.path.exists():
             return []
         kept: list[tuple[str, dict[str, Any]]] = []
         for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
-            with suppress(ValueError, KeyError, TypeError):  # truncated when the process was killed
+            with suppress(ValueError, KeyError, TypeError):
                 document = json.loads(line)
                 step = document["run"]["step"] if "run" in document else document["step"]
                 # A run that starts from scratch evaluates step 0 again.
@@ -177,7 +170,6 @@ def json_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def about(rank_info: RankInfo, parallel: ParallelConfig, code: str) -> dict[str, Any]:
-    """The description of a start of a run: versions, devices and settings that affect its figures."""
     device = rank_info.device
     return {
         "world_size": rank_info.world_size,
@@ -192,13 +184,10 @@ def about(rank_info: RankInfo, parallel: ParallelConfig, code: str) -> dict[str,
 
 
 def score_line(scores: Mapping[str, Any]) -> str:
-    """The scores of an evaluation and its `how` in one line; the first of a model's scorer is the count."""
     prompts = {"1_click": "1 click", "3_clicks": "3 clicks", "5_clicks": "5 clicks", "box": "box"}
-    labels = {
-        "empty": "masks without a pixel {:,.0f}",
-        "damaged": "damaged images {:,.0f} (see damaged.jsonl)",
-    }
-    left_out = [label.format(scores[name]) for name, label in labels.items() if scores.get(name)]
+    left_out = [f"masks without a pixel {scores['empty']:,.0f}"] if scores.get("empty") else []
+    if damaged := scores.get("damaged"):
+        left_out.append(f"damaged images {damaged:,.0f} (see damaged.jsonl)")
     without = f"; left out: {', '.join(left_out)}" if left_out else ""
     if "masks" not in scores:  # a scorer of the model
         count, *means = (item for item in scores.items() if item[0] not in ("empty", "damaged"))
@@ -224,7 +213,6 @@ def score_line(scores: Mapping[str, Any]) -> str:
 
 
 def figures_of(figures: StepFigures, phases: Phases, lr: float, utilisation: float | None) -> dict[str, Any]:
-    """The recorded figures of a step, see docs/training.md. `utilisation`: its seconds at the peak."""
     total, ranks = phases.total(), figures.ranks
     waits, memory = ranks["data_wait"], ranks["peak_memory"]
     whole = int(figures.count) if figures.count.is_integer() else figures.count
@@ -261,7 +249,6 @@ class BestScore:
             self.add(step, scores)
 
     def add(self, step: int, scores: dict[str, float]) -> None:
-        """Add an evaluation. UsageError: it has no score of the name of --evaluation.best."""
         self.evaluations[step], name = scores, self._config.best
         if name is None:
             return
@@ -273,7 +260,6 @@ class BestScore:
 
     @property
     def exhausted(self) -> bool:
-        """Whether --evaluation.patience ends the run, because of `why`."""
         return 0 < self._config.patience <= self._since
 
     @property
@@ -290,9 +276,8 @@ class BestScore:
 
 
 class Window:
-    """In each `size` steps, the ranks that waited longest for data and computed longest, and what limits the
-    loader of the former; that has the settings of rank 0, as all have. The first step of the process also
-    fills the loaders and is in no window.
+    """In each `size` steps, but not the first of the process, the ranks that waited longest for data and
+    computed longest, and what limits the loader of the former.
     """
 
     def __init__(self, hosts: Sequence[str], size: int, metrics: Metrics, loader: LoaderSettings) -> None:
@@ -302,7 +287,6 @@ class Window:
         self._limit: str | None = None  # as reported last
 
     def add(self, step: int, ranks: Mapping[str, Sequence[float]], seconds: float) -> None:
-        """Add a step, with the numbers that the ranks exchanged, and its seconds."""
         self._steps += 1
         if self._steps:
             self._seconds += seconds

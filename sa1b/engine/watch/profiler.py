@@ -17,9 +17,7 @@ def step_profiler(
     steps: tuple[int, int] | None, step: int, run: Path, rank_info: RankInfo, control: Control,
     say: Callable[[str], None],
 ) -> profile | None:  # fmt: skip
-    """Torch's profiler of the steps from the first to the last of `steps`, started before `step`, the next
-    one, in which it warms up at the earliest; None: there is none to record. `say` prints a line on rank 0.
-    """
+    """Torch's profiler of `steps`, started before `step`, in which it warms up at the earliest, if any."""
     first, last = steps or (1, 0)
     first, is_gpu, rank = max(first, step + 1), rank_info.device.type == "cuda", rank_info.rank
     if first > last:
@@ -32,8 +30,7 @@ def step_profiler(
         except RuntimeError as error:
             raise OSError(errno.EIO, str(error), str(trace)) from error
         write_whole(table, _costliest(recorded, count, rank, is_gpu).encode())
-        others = "; each rank has its own" if rank_info.world_size > 1 else ""
-        say(f"profile: costliest operations in {table}, trace in {trace}{others}")
+        say(f"profile: costliest operations in {table}, trace in {trace}; each rank has its own")
 
     def write(recorded: profile) -> None:
         if (count := recorded.step_num - (first - step)) > 0:  # else the run was stopped after the warm-up

@@ -56,16 +56,13 @@ def deadline_of(text: str | None) -> float | None:
         if match:
             start = datetime.fromtimestamp(since)
             that_day = start.replace(hour=int(match[2]), minute=int(match[3]), second=0, microsecond=0)
-            both = (that_day.timestamp(), (that_day + timedelta(days=1)).timestamp())
-            return next(moment for moment in both if moment > since)
+            return (that_day + timedelta(days=that_day <= start)).timestamp()
         if "T" not in text and " " not in text:  # fromisoformat accepts a date alone: midnight
             raise ValueError
         moment = datetime.fromisoformat(text).timestamp()
     except ValueError:
-        raise UsageError(
-            f"--deadline {text}: must be a time such as 06:30, a duration such as +08:00, or a date and time "
-            "such as 2026-01-31T06:30"
-        ) from None
+        way = "a time such as 06:30, a duration such as +08:00, or a date and time such as 2026-01-31T06:30"
+        raise UsageError(f"--deadline {text}: must be {way}") from None
     if moment <= since:
         raise UsageError(f"--deadline {text}: is past; pass a later time")
     return moment
@@ -74,8 +71,7 @@ def deadline_of(text: str | None) -> float | None:
 def started() -> float:
     """The start of torchrun, or of this process if there is none, in seconds of `time.time`."""
     ticks = start_of(os.getpid() if "TORCHELASTIC_RUN_ID" not in os.environ else os.getppid())
-    if ticks is None:  # systems without /proc
-        return time.time()
+    assert ticks is not None  # of a living process
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -91,9 +87,7 @@ def lost_peer(error: Exception) -> bool:
 
 
 def failed(error: Exception, rank: int, world_size: int, images: int, phases: Phases) -> int:
-    """Print why this rank fails, in one line but for unexpected errors, and return the exit code. `images`:
-    of its micro-batches.
-    """
+    """Print why this rank fails, in one line but for unexpected errors; `images`: of its micro-batches."""
     told = _tell(error, rank, phases)
     where, text = "error" if world_size == 1 else f"error on rank {rank}", str(error)
     notes = "".join(f"rank {rank}: {note}\n" for note in getattr(error, "__notes__", []))
@@ -108,10 +102,8 @@ def failed(error: Exception, rank: int, world_size: int, images: int, phases: Ph
         line = f"rank {rank} ends because another rank ended or does not answer ({reason}){told}"
         if not phases.steps and re.search(r"tim(ed|ing) ?out|timeout|did not answer", text, re.IGNORECASE):
             names = ", ".join(name for _, name in socket.if_nameindex())
-            line += (
-                "; if the ranks run, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME on each machine to the "
-                f"interface that reaches the others; {socket.gethostname()} has {names}"
-            )
+            line += "; if the ranks run, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME on each machine to the"
+            line += f" interface that reaches the others; {socket.gethostname()} has {names}"
     else:
         line = f"{''.join(traceback.format_exception(error))}{where}: {type(error).__name__}: {text}"
     sys.stderr.write(f"{line}\n")  # at once: lines of ranks do not mix
@@ -119,9 +111,7 @@ def failed(error: Exception, rank: int, world_size: int, images: int, phases: Ph
 
 
 def refused(error: UsageError, rank: int, phases: Phases, *, on_all: bool) -> int:
-    """Print why this rank cannot start, and return the exit code. With `on_all`, all ranks have this error.
-    Else one machine may lack a file or a GPU, and its ranks must print it.
-    """
+    """Print why this rank cannot start: each rank, unless the error is `on_all`; return the exit code."""
     _tell(error, rank, phases)
     first = rank == 0 or (not on_all and os.environ.get("LOCAL_RANK") == "0")
     if not first and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -133,7 +123,7 @@ def refused(error: UsageError, rank: int, phases: Phases, *, on_all: bool) -> in
 
 
 def _tell(error: Exception, rank: int, phases: Phases) -> str:
-    """Tell torchrun and the other ranks that this one fails; if it only lost another one, what that told."""
+    """Tell torchrun and the other ranks that this one fails, or return what the one that it lost told."""
     lost, file = lost_peer(error), os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and not lost:  # for torchrun's summary
         extra = {"timestamp": str(int(time.time()))}
@@ -166,9 +156,8 @@ def stdout_is_closed() -> bool:
 
 def exit_at_once(code: int) -> NoReturn:
     """End this process without waiting for other ranks or for threads."""
-    # A failed rank must not destroy its process group, because that waits for the other ranks. A successful
-    # rank has written and closed everything. Threads of torch's process groups that outlive the interpreter
-    # can abort it, and torchrun would then report a successful run as failed.
+    # A failed rank would wait for the others in its process group; after a success, threads of torch that
+    # outlive the interpreter can abort it, and torchrun would report a failure.
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -189,7 +178,6 @@ def how_it_stopped(step: int, checkpoint: str, deadline: str | None, stop: Stop)
         unless = "unless torchrun starts the ranks again, " if stop is Stop.TERMINATED else ""
         with suppress(OSError):
             words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8").split("\0")[:-1]
-            # torchrun may have ended before its ranks, which then have another parent.
             started = f": {shlex.join(words)}" if words[-len(sys.argv) + 1 :] == sys.argv[1:] else ""
     again = f"{unless}run the same command{later} to resume from {checkpoint}{started}"
     return f"stopped after step {step:,}{before} and saved a checkpoint; {again}"

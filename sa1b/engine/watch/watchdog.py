@@ -1,11 +1,5 @@
 """What each rank does, for how long, and which one the others wait for.
 
-    phases = Phases()
-    with Watchdog(config.health.stall, config.parallel, config.folder, rank_info, phases):
-        phases.begin(step)
-        phases.enter("compute", 2)      # of micro-batch 2; a phase lasts until the next one
-    phases.seconds["compute"]           # of this step
-
     RUN/heartbeat/3.json     rank 3: phase, step, collectives started, line of the thread that trains
     RUN/stacks-3.txt         stacks of all its threads after `stall` seconds without a new phase
     RUN/stall.txt            the tables
@@ -14,10 +8,7 @@ A thread of each rank writes the heartbeat and, while its own rank makes no prog
 `stall` seconds the lowest rank that answers prints one table, and again when that time has doubled. If a rank
 is in a step or an evaluation, and makes no progress for longer than collectives wait, it exits.
 
-No clocks are compared: a heartbeat has a counter, and a reader measures how long it stands still. Such a rank
-is stopped (SIGSTOP, a dead machine) or keeps the interpreter's lock; its phase is that of its last heartbeat.
-Stacks are written by faulthandler's own thread, which needs no lock. The table begins with the rank that has
-started the fewest collectives: the others wait for it. Of equals, the longest phase comes first.
+A rank whose count of heartbeats stands still is stopped or keeps the interpreter's lock.
 """
 
 import faulthandler
@@ -42,9 +33,8 @@ from sa1b.limit import Limited, OverdueError
 from sa1b.report import ranges
 from sa1b.storage.atomic import append
 
-# Parts of a step, whose seconds are recorded. With several ranks, "compute" and "sync" also wait for others.
-# On a GPU, kernels of "compute" may end during "sync", which reads the figures and waits for the device. An
-# asynchronous save only copies in "checkpoint".
+# Parts of a step, whose seconds are recorded. "compute" and "sync" also wait for other ranks; on a GPU,
+# kernels of "compute" may end during "sync".
 PARTS = ("data", "compute", "sync", "update", "checkpoint")
 OTHER = "other"  # the time between them
 EVALUATION = "evaluation"
@@ -62,7 +52,7 @@ class Phase(NamedTuple):
 
 
 class Phases:
-    """The phases of one rank. One thread sets them, and any thread may read `current`."""
+    """The phases of one rank, set by one thread and read by any."""
 
     def __init__(self) -> None:
         self.began, self.steps = time.perf_counter(), 0  # steps begun in this process
@@ -71,14 +61,12 @@ class Phases:
         self.current = Phase("start", 0, 0, self.began)
 
     def begin(self, step: int) -> None:
-        """Begin a step: all its phases have 0 seconds."""
         self.enter(OTHER, step=step)
         self.steps += 1
         self.began = self.current.began
         self.seconds.clear()
 
     def enter(self, name: str, micro_batch: int = 0, *, step: int | None = None) -> None:
-        """End the current phase and begin another one, by default of the same step."""
         now, last = time.perf_counter(), self.current
         self.seconds[last.name] += now - last.began
         self.current = Phase(name, last.step if step is None else step, micro_batch, now)
@@ -89,10 +77,6 @@ class Phases:
 
 
 class Watchdog:
-    """A context around a run. `stall`: seconds without a new phase after which the table is printed; None:
-    two thirds of the timeout of collectives; 0: nothing is watched or written.
-    """
-
     def __init__(
         self, stall: float | None, parallel: ParallelConfig, run: Path, rank_info: RankInfo, phases: Phases
     ) -> None:
@@ -173,7 +157,7 @@ class Watchdog:
         }  # fmt: skip
 
     def _exchange(self, own: dict[str, Any], limit: float, long: float) -> None:
-        """Write the heartbeat, set the timer of the stacks and, while this rank hangs, read the others."""
+        """Write the heartbeat, set the timer of the stacks and, if this rank hangs, read the others."""
         hangs, now = own["seconds"] >= limit / 4, time.monotonic()
         if not hangs and not self._run.is_dir():
             return
@@ -228,7 +212,6 @@ def _collectives() -> int:
 
 def record_collectives(run: Path) -> None:
     """Let torch record the last collectives of NCCL, and write them to the run if one times out."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    prefix = os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{run.absolute()}/collectives-rank-")
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", prefix)
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{run.absolute()}/collectives-rank-")
