@@ -143,9 +143,7 @@ class Config(ABC):
             raise UsageError("--json: is for --evaluate-only; a training run writes OUT/metrics.jsonl")
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
-        """Images of the largest micro-batch of a rank, and the number of micro-batches in a step.
-        UsageError: the global batch does not fit this number of ranks.
-        """
+        """Images of the largest micro-batch of a rank, and the number of micro-batches in a step."""
         data = self.data
         try:
             share = whole_share(data.global_batch, world_size, data.block_size)

@@ -25,8 +25,7 @@ def held_out_feed(config: Config, rank_info: RankInfo, training: BatchStream | N
     evaluation = config.evaluation
     if evaluation.view is None:
         return None
-    # One image at a time: larger batches round differently in matrix products, and the number of ranks and
-    # --data.micro-batch would change the scores.
+    # One image at a time: larger batches round differently, and the number of ranks would change scores.
     settings = replace(
         config.data,
         layers=evaluation.layers,
@@ -59,9 +58,7 @@ def held_out_feed(config: Config, rank_info: RankInfo, training: BatchStream | N
 def evaluate(
     module: nn.Module, feed: Feed, config: Config, rank_info: RankInfo, *, control: Control, phases: Phases
 ) -> dict[str, float] | None:
-    """The result of the scorer and the number of "damaged" images, which are left out; the same at any world
-    size. None: a stop was requested meanwhile. Collective; the feed is read from its start.
-    """
+    """The scores and the number of damaged images; None: a stop was requested meanwhile. Collective."""
     training = [part for part in module.modules() if part.training]  # frozen parts are not
     module.eval()
     model, scorer = declared(module), config.scorer(rank_info.device)

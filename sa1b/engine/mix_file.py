@@ -47,9 +47,7 @@ _OWN = ("weight", "seed", "evaluation_view")  # settings of a source that are no
 def read_mix(
     config: DataConfig, history: Sequence[Sequence[int]] = ()
 ) -> tuple[list[MixSource], dict[int, Mapping[str, Any]]]:
-    """The sources and the schedule, position -> weights, of which the last of a position holds. `history`:
-    step and position from which a run has each global batch, for `from_step`.
-    """
+    """The sources and the schedule, position -> weights. `history`: step, position and batch of changes."""
     flag = f"--data.mix {config.mix}"
     try:
         mixture = msgspec.yaml.decode(Path(str(config.mix)).read_bytes(), type=_File)
@@ -77,8 +75,8 @@ def _source(flag: str, name: str, given: Mapping[str, Any], config: DataConfig) 
     flags = asdict(replace(config, mix=None))
     allowed = [*_OWN, *(key for key in flags if key not in _SHARED)]
     if unknown := [key for key in given if key not in allowed]:
-        why = f"no setting of a source; it has {', '.join(allowed)}"
-        raise UsageError(f"{flag}: source {name}: {unknown[0]}: {why}")
+        names = ", ".join(allowed)
+        raise UsageError(f"{flag}: source {name}: {unknown[0]}: no setting of a source; it has {names}")
     try:
         source = msgspec.convert({key: given[key] for key in _OWN if key in given}, MixSource)
         source.name, source.data = name, msgspec.convert({**flags, **given}, DataConfig)

@@ -180,18 +180,15 @@ HALF = 32  # bits of an image id in each of two numbers, which float64 represent
 def by_source(
     of_images: Tensor, source: Tensor, names: Sequence[str], figures: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The sums of each source of a mixture, such as "loss/NAME" and "count/NAME", from those of images,
-    float32 [B, F] with the names `figures`; `source`, int64 [B], is the number of each image's source.
-    """
+    """The sums of each source, as "loss/NAME", from those of images, [B, F]; `source`: numbers, int64 [B]."""
     belongs = source == torch.arange(len(names), device=source.device)[:, None]
     sums = torch.where(belongs[:, :, None], of_images, 0).sum(dim=1)
     return {f"{kind}/{name}": sums[i, j] for i, name in enumerate(names) for j, kind in enumerate(figures)}
 
 
 def worst_image(parts: Sequence[tuple[Tensor, Tensor, Tensor]], figures: Sequence[str]) -> dict[str, Tensor]:
-    """The image of this rank with the highest mean loss in a step, as float64 scalars: the loss, -inf without
-    a mask, the position of the image, and its id as two halves. `parts`: of each micro-batch, the sums of its
-    images, float32 [B, F] with the names `figures`, their ids and positions, int64 [B].
+    """The image of this rank with the highest mean loss, -inf without a mask, in a step: loss, position, and
+    id as two halves, float64. `parts`: of each micro-batch, sums [B, F], ids and positions, int64 [B].
     """
     if not parts:
         return {}

@@ -16,9 +16,7 @@ def compute_dtype(precision: Precision) -> torch.dtype | None:
 
 
 def set_float32(precision: Precision, device: torch.device) -> None:
-    """Set the precision of float32 products in this process: exact, or tf32. Torch's default is tf32 for
-    convolutions. UsageError: the device has no tf32.
-    """
+    """Set the precision of float32 products: exact, or tf32, which is torch's default for convolutions."""
     if precision == "tf32" and device.type != "cuda":
         raise UsageError("--parallel.precision tf32: needs a GPU; pass fp32 or bf16")
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -33,6 +31,5 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 def grad_scaler(precision: Precision, device: torch.device) -> GradScaler:
     """The scaler of losses for fp16; for other formats it does nothing."""
-    # All ranks detect the same overflows: DDP leaves the same gradients on all ranks, and for FSDP's shards
-    # torch takes the maximum over the mesh. The `state_dict` is a dictionary of numbers, empty unless fp16.
+    # All ranks detect the same overflows: for FSDP's shards torch takes the maximum over the mesh.
     return GradScaler(device.type, enabled=precision == "fp16")

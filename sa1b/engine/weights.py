@@ -36,9 +36,7 @@ def find_weights(
     *,
     mean: bool = True,
 ) -> tuple[str, dict[str, Tensor]]:
-    """Initial weights for a run, by published names, float32, on the CPU; and their path or URL. `mean`: the
-    running mean of the weights, if the run has one.
-    """
+    """Weights by published names, float32, on the CPU, and their path or URL; `mean`: their running mean."""
     text = os.fspath(source).rstrip("/")
     folder, _, last = text.rpartition("/")
     step = step_of(last)

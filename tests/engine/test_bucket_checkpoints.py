@@ -346,6 +346,13 @@ def test_urls_that_cannot_be_those_of_a_run_are_refused(out: str, message: str) 
     config(scratch=Path("x"), init="s3://bucket/other").check()
 
 
+def test_scratch_is_for_urls(tmp_path: Path) -> None:
+    found = config(out=str(tmp_path / "run"), scratch=tmp_path)
+    found.check()
+    assert found.folder == tmp_path / "run"  # which needs none
+    assert config(out="s3://bucket/run", scratch=tmp_path).folder.parent == tmp_path
+
+
 def config(**more: Any) -> Config:
     preset = PRESETS["tiny"]
     return replace(preset, data=replace(preset.data, root="s3://bucket/shards"), **more)

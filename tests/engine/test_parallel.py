@@ -1,6 +1,7 @@
 """One process, DDP and FSDP train the same model; differing ranks and invalid settings are refused."""
 
 import re
+import socket
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -440,6 +441,20 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UsageError, match="local rank 2: no GPU is left for it, this process sees 2"):
         process_group._device(DDP, 2)
+
+
+def test_ranks_that_see_the_same_gpu_as_their_only_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        uuid = "GPU-1"
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    store = torch.distributed.HashStore()
+    store.set("gpu/0", "another host GPU-1")
+    store.set("gpu/2", f"{socket.gethostname()} GPU-1")
+    with pytest.raises(UsageError, match=r"ranks 1 and 2: have the same GPU \(\S+ GPU-1\)"):
+        process_group._refuse_shared_gpus(store, 1, 3, torch.device("cuda", 0))
+    store.set("gpu/2", f"{socket.gethostname()} GPU-2")
+    process_group._refuse_shared_gpus(store, 1, 3, torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

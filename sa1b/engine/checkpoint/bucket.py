@@ -85,9 +85,7 @@ def download(store: Store, folder: Path, step: int) -> Path:
 
 
 class RemoteRun(Folder):
-    """The files of a run in a bucket; all ranks create and close it together. Rank 0 has a claim with a
-    heartbeat, whose creation shows whether objects can be written and removed.
-    """
+    """The files of a run in a bucket, of which rank 0 holds the claim; created and closed on all ranks."""
 
     def __init__(self, store: Store, folder: Path, limit: float = 1800.0) -> None:
         self.store, self.folder, self.ranks = store, folder, ranks(limit)
@@ -119,7 +117,7 @@ class RemoteRun(Folder):
         except StorageError as error:
             if isinstance(error, UnavailableError):
                 raise
-            raise UsageError(f"--out {url}: cannot be written: {error}") from None
+            raise UsageError(f"--out {url}: cannot be written: {error}; pass another") from None
 
     def _holder(self, waited: float) -> str | None:
         """The holder of the claim; on another machine, if it has sent a heartbeat since the wait began."""

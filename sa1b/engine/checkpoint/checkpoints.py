@@ -33,9 +33,7 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run and finds the one to resume from; all methods are collective. Threads
-    write, with a process group of their own; training waits for the copy and for the previous write.
-    """
+    """Writes the checkpoints of one run in a thread of each rank, and resumes; all methods are collective."""
 
     def __init__(self, run: Path | RemoteRun, config: CheckpointConfig, limit: float = 1800.0) -> None:
         self.config = config
@@ -49,9 +47,7 @@ class Checkpoints:
         self._failures: list[str] = []  # failed writes since the last successful write
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Write a checkpoint after `step` steps; the tensors may change once this returns. The state is JSON
-        values, the same on all ranks.
-        """
+        """Write a checkpoint after `step` steps; the tensors may change once this returns. `state`: JSON."""
         self._settle()
         if len(self._failures) > self.config.tolerate:
             raise self._failed()
@@ -88,9 +84,7 @@ class Checkpoints:
         return self._ranks.on_first(self._place.steps)
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Fill model and optimizer from the newest good checkpoint, and return its state; None: there is
-        none. Newer, damaged ones are named in warnings and renamed.
-        """
+        """Fill model and optimizer from the newest good checkpoint; its state, or None if there is none."""
         place, ranks = self._place, self._ranks
         if isinstance(place, RemoteRun):
             place.check_space(tensors.bytes_of(model))
@@ -176,8 +170,8 @@ class Checkpoints:
         self._failures = [*self._failures, failed] if failed else []
 
     def _failed(self) -> CheckpointError:
-        failed = f"{self._failures[-1]}: {len(self._failures)} failed in a row"
-        return CheckpointError(f"{failed}; {self._place.remedy}, {folders.AGAIN}")
+        last, way = self._failures[-1], f"{self._place.remedy}, {folders.AGAIN}"
+        return CheckpointError(f"{last}: {len(self._failures)} failed in a row; {way}")
 
 
 def newest_good(

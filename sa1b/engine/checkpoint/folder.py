@@ -249,9 +249,7 @@ def wait_for_claim(out: str, take: Callable[[], T | None], holder: Callable[[flo
 
 
 class Folder:
-    """The checkpoints of a run in a folder that all ranks share, which rank 0 locks; `root`: their path or
-    URL. All ranks create it and call `proved` and `push`, only rank 0 the other methods.
-    """
+    """The checkpoints of a run in a folder. All ranks call `proved` and `push`, only rank 0 other methods."""
 
     remedy = "free space or repair the disk"
 

@@ -63,8 +63,8 @@ def read_table(folder: Path) -> Metadata:
         with path.open("rb") as file:
             table: Metadata = _Unpickler(file).load()
     except Exception as error:
-        why = f"{path}: not a table of tensors ({error or type(error).__name__})"
-        raise CheckpointError(f"{why}; use an older checkpoint") from None
+        why = f"not a table of tensors ({error or type(error).__name__})"
+        raise CheckpointError(f"{path}: {why}; use an older checkpoint") from None
     return table
 
 

@@ -25,9 +25,7 @@ _SHOWN_AFTER = 5.0  # seconds within which a host must see a file that another h
 
 
 def check_shared_folder(folder: Path, rank_info: RankInfo, limit: float) -> None:
-    """Create a folder and check that all ranks see the same one; collective. Only this rank raises an error
-    if its disk does not answer within `limit` seconds, or if the folder has files that no run wrote.
-    """
+    """Create a folder, within `limit` seconds, and check that all ranks see the same one; collective."""
 
     def check() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,9 +72,7 @@ def agree(own: Mapping[str, tuple[int, Any]], rank_info: RankInfo) -> None:
 
 @torch.no_grad()
 def agree_on_weights(module: nn.Module, rank_info: RankInfo) -> None:
-    """Compare the crc32 of all parameters and buffers over all ranks, wrapped or not, after every load. A
-    shard is compared with the same shard of the other replicas; `wrap` compares before it shards.
-    """
+    """Compare the crc32 of parameters and buffers over all ranks; shards with those of other replicas."""
     if rank_info.world_size == 1:
         return
     for part in module.modules():

@@ -26,9 +26,7 @@ _LATE = 10.0  # seconds after the timeout of the store, which the constructor of
 
 
 def fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
-    """The ranks' store with a prefix that no earlier attempt has used: torchrun keeps one store over its
-    restarts (torch 2.13, dynamic_rendezvous.py), which has the addresses of dead ranks.
-    """
+    """The ranks' store with a new prefix: torchrun keeps one over its restarts, with dead addresses."""
     try:
         return Limited().call(lambda: _store(rank, world_size, wait), wait.total_seconds() + _LATE)
     except (OverdueError, dist.DistNetworkError, ValueError) as error:
@@ -91,6 +89,8 @@ def start(config: ParallelConfig) -> RankInfo:
         wait = timedelta(seconds=config.timeout_first)
         store = HashStore() if world_size == 1 else fresh_store(rank, world_size, wait)
         bound = device if device.type == "cuda" else None  # on which NCCL connects immediately
+        if bound is not None:
+            _refuse_shared_gpus(store, rank, world_size, bound)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=wait, device_id=bound
         )
@@ -136,6 +136,16 @@ def _device(config: ParallelConfig, local_rank: int) -> torch.device:
         raise UsageError(f"local rank {local_rank}: {why}; start fewer, or pass --parallel.device cpu")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def _refuse_shared_gpus(store: Store, rank: int, world_size: int, device: torch.device) -> None:
+    """UsageError: two ranks have the same GPU, where NCCL would hang or fail without naming them."""
+    gpu = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    store.set(f"gpu/{rank}", gpu)
+    for other in range(world_size):
+        if other != rank and store.get(f"gpu/{other}").decode() == gpu:
+            two = f"ranks {min(rank, other)} and {max(rank, other)}"
+            raise UsageError(f"{two}: have the same GPU ({gpu}); start one process for each GPU")
 
 
 def replicas_on(world_size: int, demanded: int) -> int:

@@ -45,9 +45,7 @@ class Ranks:
     limit: float = 1800.0
 
     def on_all(self, work: Callable[[], T]) -> list[T]:
-        """The results of `work` on all ranks. CheckpointError or UsageError, with the errors of all ranks: it
-        failed on any rank.
-        """
+        """The results of `work` on all ranks; CheckpointError or UsageError: it failed on any."""
         value, failure = cast(T, None), cast(Sa1bError | None, None)
         try:
             value = work()

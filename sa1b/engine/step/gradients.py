@@ -69,8 +69,7 @@ def clear(module: nn.Module, owner: nn.Module | Optimizer) -> None:
 
 def loss_divisor(expected: int) -> float:
     """The divisor of losses before the backward pass: about the largest possible count over all ranks."""
-    # Sums over thousands of masks overflow float16 long before their mean does. A power of two changes no
-    # rounding in other formats.
+    # Sums of thousands of masks would overflow float16; a power of two changes no rounding elsewhere.
     return 2.0 ** round(math.log2(expected))
 
 
@@ -84,10 +83,7 @@ def finish(
     *,
     grad_clip: float,
 ) -> Tensor:
-    """Turn accumulated sums into the gradient of the global batch, clip it, and return its norm before, which
-    is not finite after an overflow. Collective, without a wait of the host. `count`: that of this rank,
-    divided by the divisor of the losses.
-    """
+    """Turn sums into the gradient of the global batch, clip it, and return its norm before; collective."""
     scaler.unscale_(optimizer)
     total = count.detach().float().clone()
     if rank_info.world_size > 1:
@@ -133,9 +129,7 @@ class Buffers:
 
 
 class TrainStep:
-    """A new model, which is frozen and distributed here, with its optimizer; all ranks create it together.
-    `sources`: names of the sources of a mixture, whose figures are recorded one by one.
-    """
+    """A new model, which is frozen and distributed here, and its optimizer; `sources`: of a mixture."""
 
     def __init__(
         self, module: nn.Module, config: Config, rank_info: RankInfo, sources: Sequence[str] = ()

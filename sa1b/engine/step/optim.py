@@ -27,9 +27,7 @@ def freeze(module: nn.Module, config: OptimConfig) -> None:
 
 
 def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> Optimizer:
-    """AdamW over the trained parameters of the result of `wrap`, one group per layer and kind of decay;
-    "lr_scale" of a group is its factor on the learning rate.
-    """
+    """AdamW over the trained parameters, a group per layer, with its factor "lr_scale", and kind of decay."""
     model = declared(module)
     weights = model.weights()
     layers = {name: model.layer_of(name) for name, _ in weights.named_parameters()}

@@ -139,8 +139,8 @@ class Control:
             self.within(path, work)
         except OSError as error:
             if self.failure is None:
-                why = f"{error.filename or path}: cannot be written ({error.strerror or error})"
-                self.failure = WriteError(f"{why}; free space or repair the disk, {AGAIN}")
+                file, why = error.filename or path, f"cannot be written ({error.strerror or error})"
+                self.failure = WriteError(f"{file}: {why}; free space or repair the disk, {AGAIN}")
                 _LOG.error("rank %d: %s", self._rank_info.rank, self.failure)
 
     def within(self, path: Path, work: Callable[[], T]) -> T:
@@ -202,9 +202,7 @@ class Health:
         self._patience, self._rank, self._control, self._in_row = config.patience, rank_info.rank, control, 0
 
     def is_good(self, step: int, loss: float, norm: float, own_loss: float, ids: list[Tensor]) -> bool:
-        """Whether the optimizer may take the step, counted from 1; loss and norm are over all ranks. A rank
-        whose own loss is not finite logs its image ids, int64 [B] for each micro-batch.
-        """
+        """Whether the optimizer may take the step; if the own loss is not finite, the ids are logged."""
         self.lost = 0 if math.isfinite(loss) else self.lost + 1
         if math.isfinite(loss) and math.isfinite(norm):
             self._in_row = 0

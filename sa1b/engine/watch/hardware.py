@@ -89,9 +89,7 @@ _INTERVAL = 1.0  # seconds between samples
 
 
 class Sampler:
-    """Numbers of a rank's device, sampled at most once a second, and the seconds of its last forward pass of
-    the step before. `peak_memory`: bytes so far. Utilisation of a CPU: processors used since the last sample.
-    """
+    """Numbers of a rank's device, at most once a second, and of its last forward pass of the step before."""
 
     def __init__(self, device: torch.device, module: nn.Module) -> None:
         self._device, self._is_gpu, self._sample = device, device.type == "cuda", dict[str, float]()

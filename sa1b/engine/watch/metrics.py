@@ -63,11 +63,7 @@ class LoggingConfig:
 
 
 class Metrics:
-    """Writes the figures of a run to metrics.jsonl on rank 0; does nothing on the others.
-
-    Lines after step `done`, from a run that was killed, are removed; its own line, `last`, is written if the
-    file lacks it. `shown`: label -> figure of the progress line.
-    """
+    """Writes the figures of a run on rank 0; `last`: those of step `done`, `shown`: of the progress line."""
 
     def __init__(
         self, config: LoggingConfig, run: Path, rank_info: RankInfo, control: Control, done: int, steps: int,
@@ -276,9 +272,7 @@ class BestScore:
 
 
 class Window:
-    """In each `size` steps, but not the first of the process, the ranks that waited longest for data and
-    computed longest, and what limits the loader of the former.
-    """
+    """Of each `size` steps, the ranks that waited and computed longest, and what limits the former."""
 
     def __init__(self, hosts: Sequence[str], size: int, metrics: Metrics, loader: LoaderSettings) -> None:
         self._hosts, self._size, self._metrics, self._loader = hosts, size, metrics, loader
