@@ -283,7 +283,6 @@ def evaluate_if_due(run: Run) -> dict[str, float] | None:
 
 
 def save(run: Run, line: dict[str, Any]) -> None:
-    """Save a checkpoint; `line`: the figures of the last step."""
     state = {
         "step": run.step,
         "metrics": line,

@@ -199,7 +199,6 @@ def parse(
         notes.append(f"--preset {preset}: the default without a GPU; pass --preset to train another model")
     default = presets.get(preset, next(iter(presets.values())))
     optim, steps = default.optim, passed.get("optim.steps", "")
-    # Those that are not passed and do not fit are shortened in proportion to the steps.
     fitting = tuple(name for name in ("warmup", "cooldown") if f"optim.{name}" not in passed)
     if "optim.epochs" in passed:  # once the number of images is known, see `with_steps`
         optim = replace(optim, fitting=fitting)

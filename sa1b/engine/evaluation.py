@@ -67,7 +67,6 @@ def evaluate(
     shown: list[tuple[int, str]] = []
     feed.load_state_dict({**feed.state_dict(), "position": 0})
     try:
-        # All ranks have the same number of micro-batches, so they poll equally often.
         for number, batch in enumerate(feed, 1):
             phases.enter(EVALUATION, number)
             if control.poll():

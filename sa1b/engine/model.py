@@ -187,9 +187,7 @@ def by_source(
 
 
 def worst_image(parts: Sequence[tuple[Tensor, Tensor, Tensor]], figures: Sequence[str]) -> dict[str, Tensor]:
-    """The image of this rank with the highest mean loss, -inf without a mask, in a step: loss, position, and
-    id as two halves, float64. `parts`: of each micro-batch, sums [B, F], ids and positions, int64 [B].
-    """
+    """Loss, position and halves of the id of the image with the highest mean loss, -inf without a mask."""
     if not parts:
         return {}
     sums, ids, positions = map(torch.cat, zip(*parts, strict=True))

@@ -31,5 +31,4 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 def grad_scaler(precision: Precision, device: torch.device) -> GradScaler:
     """The scaler of losses for fp16; for other formats it does nothing."""
-    # All ranks detect the same overflows: for FSDP's shards torch takes the maximum over the mesh.
     return GradScaler(device.type, enabled=precision == "fp16")

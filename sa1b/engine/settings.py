@@ -33,13 +33,11 @@ def group_size(groups: str) -> int | None:
     return 1 if size is None else max(round(float(size[1]) * 1000 ** " KMG".index(size[2] or " ")), 1)
 
 
-# Flags that have an effect in one mode only.
 _FLAGS_OF_MODES = {
     "fsdp": ("shard", "replicas", "offload", "wrap", "reduce"),
     "ddp": ("static_graph", "find_unused", "broadcast_buffers", "bucket", "compress"),
 }
 
-# Flags of evaluations that have no effect without another one.
 _NEEDS = (
     *(("coco", "images"), ("images", "coco"), ("detections", "coco")),
     *(("every", "view"), ("best", "view"), ("patience", "best"), ("patience", "every")),

@@ -87,7 +87,6 @@ def nearest_checkpoint(source: str, step: int) -> tuple[str, int | None]:
 
 
 def state_digest(module: nn.Module) -> str:
-    """SHA-256 of the names and values of a module's state; 16 characters of it."""
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(name.encode())

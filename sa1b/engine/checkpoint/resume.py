@@ -68,7 +68,6 @@ def restore(
         said = [f"{out} has all {counted(steps, 'step')}{more}: raise --optim.steps to continue training"]
     else:
         said = [f"resuming after step {step:,} at position {position:,}", *changes(saved, current, step)]
-    # On all ranks, as warnings, they would be printed many times.
     return step, state["metrics"], [*said, *(f"warning: {warning.message}" for warning in noted)]
 
 

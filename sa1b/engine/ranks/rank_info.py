@@ -58,7 +58,6 @@ class Ranks:
             dist.all_gather_object(outcomes, outcomes[0], group=self.group)
         if errors := [error for _, error in outcomes if error is not None]:
             kinds = [type(error) for error in errors if type(error) is not CheckpointError]
-            # Ranks often fail with the same message.
             raise (kinds or [CheckpointError])[0]("; ".join(dict.fromkeys(map(str, errors))))
         return [value for value, _ in outcomes]
 

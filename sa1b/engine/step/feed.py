@@ -50,7 +50,6 @@ class Feed:
         else:
             self.stream = _mix(config, view, seed, **shared)
         self.sources = self.stream.streams if isinstance(self.stream, Mix) else {}  # of a mixture, by name
-        # The lines of earlier starts count, too.
         self.stream.damage_log = DamageLog(run / "damaged.jsonl", rank_info.rank)
         try:
             same = {name: getattr(config, name) for name in ("threads", "processes", "prefetch", "decode")}

@@ -77,7 +77,6 @@ def peak_seconds(
     return model.flops(images, masks) / (peak * rank_info.world_size) if peak else None
 
 
-# Of torch, through the module `pynvml` (package nvidia-ml-py).
 _GPU: dict[str, Callable[[torch.device], float]] = {
     "gpu_utilisation": lambda device: torch.cuda.utilization(device) / 100,
     "gpu_memory_gb": lambda device: torch.cuda.device_memory_used(device) / 1e9,

@@ -11,9 +11,10 @@ run.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -58,12 +59,25 @@ class Logger(Callback):
         self.call(self.finish)
 
 
+@cache
+def _silence_thread() -> None:
+    """`add_scalar` raises the error that ends TensorBoard's thread, which prints it too."""
+    print_error = threading.excepthook
+
+    def hook(error: threading.ExceptHookArgs) -> None:
+        if not type(error.thread).__module__.startswith("tensorboard."):
+            print_error(error)
+
+    threading.excepthook = hook
+
+
 def tensorboard(
     every: int, folder: Path, first: int, write: Callable[[Path, Callable[[], object]], None]
 ) -> Logger:
     """Curves; from step `first` on, TensorBoard drops points of earlier files; `write` as `Control.write`."""
     opened: Any = import_module("torch.utils.tensorboard").SummaryWriter
     writers: list[Any] = []  # none if the folder cannot be written
+    _silence_thread()
     write(folder, lambda: writers.append(opened(str(folder), purge_step=first, flush_secs=10)))
 
     def log(step: int, values: Mapping[str, float]) -> None:
