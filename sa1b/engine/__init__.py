@@ -1,0 +1,1 @@
+"""Training of any model: steps, ranks, logging, checkpoints."""

@@ -52,8 +52,6 @@ class Phase(NamedTuple):
 
 
 class Phases:
-    """The phases of one rank, set by one thread and read by any."""
-
     def __init__(self) -> None:
         self.began, self.steps = time.perf_counter(), 0  # steps begun in this process
         self.reading: Callable[[], str | None] = lambda: None  # the sample that this rank waits for
