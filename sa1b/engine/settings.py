@@ -184,7 +184,8 @@ class ParallelConfig:
         """UsageError: settings do not fit each other or the number of ranks; the message names the flag."""
         check_fields(self, "parallel")
         if self.mode == "none" and world_size > 1:
-            raise UsageError(f"--parallel.mode none: is for one process, not {world_size}; pass ddp or fsdp")
+            many = f"this run has {world_size}"
+            raise UsageError(f"--parallel.mode none: is for one process, {many}; pass ddp or fsdp")
         group_size(self.wrap)
         defaults = ParallelConfig()
         for mode, flags in _FLAGS_OF_MODES.items():

@@ -345,7 +345,7 @@ def test_unwrap_gives_back_what_was_wrapped() -> None:
 @pytest.mark.parametrize(
     ("config", "world_size", "message"),
     [
-        (ParallelConfig(), 2, "--parallel.mode none: is for one process, not 2; pass ddp or fsdp"),
+        (ParallelConfig(), 2, "--parallel.mode none: is for one process, this run has 2; pass ddp or fsdp"),
         (ParallelConfig(mode="ddp", shard="grad_op"), 2, "--parallel.shard: is for --parallel.mode fsdp"),
         (ParallelConfig(mode="ddp", replicas=2), 2, "--parallel.replicas: is for --parallel.mode fsdp"),
         (ParallelConfig(mode="ddp", offload="cpu"), 2, "--parallel.offload: is for --parallel.mode fsdp"),

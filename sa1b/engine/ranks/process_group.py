@@ -44,9 +44,9 @@ def fault(error: Exception, *, serves: bool) -> tuple[str, str]:
         reason = f"another program listens at port {port} of {socket.gethostname()}"
     return (
         reason,
-        f"start the ranks with torchrun, or check that rank 0 runs on {host}, that no firewall blocks the "
-        f"port (nc -zv {host} {port}) and that no other program has it (ss -ltnp 'sport = :{port}'); else "
-        "set MASTER_PORT to a free port on every rank",
+        f"start the ranks with torchrun, which sets MASTER_ADDR, or see that rank 0 runs on {host}, that no "
+        f"firewall blocks the port (nc -zv {host} {port}) and no other program has it "
+        f"(ss -ltnp 'sport = :{port}'); else set MASTER_PORT to a free port on every rank",
     )
 
 

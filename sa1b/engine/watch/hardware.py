@@ -72,7 +72,6 @@ def peak_flops(device: torch.device, precision: Precision) -> float | None:
 def peak_seconds(
     model: Model, images: float, masks: float, precision: Precision, rank_info: RankInfo
 ) -> float | None:
-    """Seconds of a training step at the devices' peak. Divided by the real seconds, they give the MFU."""
     peak = peak_flops(rank_info.device, precision)
     return model.flops(images, masks) / (peak * rank_info.world_size) if peak else None
 
