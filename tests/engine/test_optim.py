@@ -68,6 +68,11 @@ def test_a_frozen_part_has_no_drop_path(part: str) -> None:
     assert not encoder.blocks[1].training
 
 
+def test_a_part_that_the_model_does_not_have_cannot_be_frozen() -> None:
+    with pytest.raises(UsageError, match=r"--optim.freeze encoder: .* image_encoder, prompt_encoder, mask_d"):
+        freeze(build(), OptimConfig(freeze=("encoder",)))
+
+
 def test_the_running_mean_of_weights_is_that_of_the_formula_and_starts_fast() -> None:
     weight = torch.nn.Parameter(torch.tensor([1.0]))
     optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)

@@ -215,6 +215,8 @@ def test_the_learning_rate_is_said_before_there_is_a_progress_bar(root: Path, tm
 ABSENT = [
     (("--data.root", "nowhere"), "--data.root: nowhere: no dataset there"),
     (("--data.view", "nosuch"), "--data.view: "),
+    (("--optim.freeze", "nosuch"), "--optim.freeze nosuch: no such part; choose from image_encoder"),
+    (("--optim.freeze", "nosuch", "--dry-run"), "--optim.freeze nosuch: no such part; choose from"),
     (("--evaluate-only", "--evaluation.view", "nosuch"), "--evaluation.view: "),
     (
         ("--model.width", "1000000000"),

@@ -18,12 +18,18 @@ from torch.optim import AdamW, Optimizer
 from sa1b.console import counted
 from sa1b.engine.model import declared
 from sa1b.engine.settings import OptimConfig
+from sa1b.errors import UsageError
 
 
 def freeze(module: nn.Module, config: OptimConfig) -> None:
     """Freeze parts, before `wrap` and `make_optimizer`, in evaluation mode, which `module.train()` ends."""
+    weights = declared(module).weights()
     for part in config.freeze:
-        declared(module).weights().get_submodule(part).requires_grad_(False).eval()
+        try:
+            weights.get_submodule(part).requires_grad_(False).eval()
+        except AttributeError:
+            parts = ", ".join(name for name, _ in weights.named_children())
+            raise UsageError(f"--optim.freeze {part}: no such part; choose from {parts}") from None
 
 
 def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> Optimizer:

@@ -1,4 +1,4 @@
-"""GPUs by name, with the dense products and one-way links of their data sheets, and numbers of a rank's device."""
+"""GPUs by name, with the dense products and one-way links of their data sheets, and numbers of a device."""
 
 import math
 import os
