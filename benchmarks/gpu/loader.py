@@ -177,22 +177,20 @@ def rates(setting: Setting, record: Record) -> None:
             stream = stream_of(setting, kind, global_batch=batch)
             found = measure(stream, seconds=seconds, dense=dense, device=setting.device, quiet=True)
             print(found.table())
-            for name, rate in found["images_per_second"].items():
+            for name, rate in (rates := found["images_per_second"]).items():
                 record.figure(f"{kind}: {name}", rate, "images/s")
-            ratio = found["images_per_second"]["loader"] / found["images_per_second"]["decode"]
+            ratio = rates["loader"] / rates["decode"]
             record.figure(f"{kind}: loader / decoder alone", ratio, at_least=setting.pick(0.9, None))
             for stage, share in found["shares"].items():
                 record.figure(f"{kind}: busy time, {stage}", share)
     for threads in setting.pick((2, 4, 8, 12), ()):
         with record.attempt(f"{threads} threads"):
             stream = stream_of(setting, "1024", global_batch=batch)
-            found = measure(
+            rates = measure(
                 stream, seconds=seconds / 3, threads=threads, dense=dense, device=setting.device, quiet=True
-            )
+            )["images_per_second"]
             for name in ("decode", "loader"):
-                record.figure(
-                    f"1024: {name}, {threads} threads", found["images_per_second"][name], "images/s"
-                )
+                record.figure(f"1024: {name}, {threads} threads", rates[name], "images/s")
     with record.attempt("no hidden waits for the device"):
         stream = stream_of(setting, "1024", global_batch=batch)
         batches = iter(sa1b.Loader(stream, device=setting.device, dense=dense, quiet=True))

@@ -224,3 +224,13 @@ def test_runs_that_break_their_promise_write_nothing_outside_the_buffer():
     raster.rasterize(runs, out=memory[12:24].reshape(1, 3, 4))
     assert (memory[:12] == 9).all()
     assert (memory[24:] == 9).all()
+
+
+@examples
+@given(masks_and_runs, targets, targets)
+def test_a_flip_of_one_value_serves_all_masks(drawn, height, width):
+    masks, runs = drawn
+    expected = read(masks[:, :, ::-1], grid.resized((runs.height, runs.width), (height, width)))
+    for flip in (True, torch.ones(1, dtype=torch.bool), torch.ones(len(masks), dtype=torch.bool)):
+        found = raster_torch.rasterize(*tensors(runs), runs.height, runs.width, height, width, flip=flip)
+        np.testing.assert_array_equal(found, expected)

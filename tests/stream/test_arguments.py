@@ -3,6 +3,7 @@
 import re
 import warnings
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import numpy as np
@@ -201,3 +202,10 @@ def test_a_stream_that_is_dropped_closes_its_files(root: Path) -> None:
 def test_a_protocol_that_nothing_reads_is_named_with_what_is_possible() -> None:
     with pytest.raises(StorageError, match="^foo://x: fsspec has no protocol 'foo'; pass a folder, or a URL"):
         stream_of("foo://x")
+
+
+def test_a_transform_that_a_spawned_worker_cannot_get_is_named_by_python(root: Path) -> None:
+    stream = stream_of(root, transform=lambda frame, visit: frame)
+    loader = DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises((PicklingError, AttributeError), match="<lambda>"):  # the latter before Python 3.14
+        next(iter(loader))
