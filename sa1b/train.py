@@ -317,6 +317,8 @@ def run(config: Config, callbacks: Sequence[Callback] = (), phases: Phases | Non
     if config.dry_run:
         dry_run(config, rank_info)
     elif config.evaluate_only:
+        if config.is_remote and rank_info.rank == 0:  # not to stdout, where --json prints the scores
+            sys.stderr.write(f"predictions and damage log of the evaluation are in {config.folder}\n")
         with watchdog:
             score(config, partial(scored_model, config), rank_info, phases)
     else:
