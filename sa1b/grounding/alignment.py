@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sa1b.arguments import Range, check_fields
+from sa1b.arguments import BadValue, Range, check_fields
 from sa1b.errors import UsageError
 from sa1b.hashing import Purpose
 from sa1b.sam.clicks import random_words
@@ -201,6 +201,10 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "text")
+        if self.width % self.heads:
+            raise BadValue(f"--text.width {self.width}: must be a multiple of --text.heads {self.heads}")
+        if self.kernel % 2 == 0:
+            raise BadValue(f"--text.kernel {self.kernel}: must be odd")
 
 
 class TextEncoder(nn.Module):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sa1b.errors import UsageError
 from sa1b.grounding.alignment import (
     GroundingRecipe,
     Phrased,
@@ -117,7 +118,11 @@ class Grounding(WithImageEncoder):
             line = f"{len(fitted)} tensors for the image encoder; initial values: {', '.join(parts)}"
             # A SAM has all of the image encoder, a ViT has no relative positions and no neck.
             fitted |= {name: own[name] for name in kept if not (is_sam and name.startswith(_ENCODER))}
-        self.load_state_dict(fitted)
+        try:
+            self.load_state_dict(fitted)
+        except RuntimeError as error:
+            last = str(error).splitlines()[-1].strip()
+            raise UsageError(f"weights of other sizes ({last}): must fit --model, --text, --recipe") from None
         return line
 
     def flops(self, images: float, masks: float) -> float:

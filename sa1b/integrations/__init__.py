@@ -80,7 +80,7 @@ def register() -> None:
     """Let iopath, with which other projects open files, open the images that `path` has named."""
     files = import_module("iopath.common.file_io")
     methods: dict[str, Any] = {"_get_supported_prefixes": lambda self: [PREFIX]}
-    methods["_open"] = lambda self, path, *_, **__: BytesIO(_read[path])
+    methods["_open"] = lambda self, path, *_, **__: BytesIO(_read[path])  # of an image read in this process
     methods |= {"_isfile": lambda self, path, **_: True, "_get_local_path": lambda self, path, **_: path}
     handler = type("ShardImages", (files.PathHandler,), methods)()
     files.g_pathmgr.register_handler(handler, allow_override=True)

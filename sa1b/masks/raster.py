@@ -111,8 +111,8 @@ def fill_axes(
     out = np.empty(shape, dtype) if out is None else out
     if out.dtype not in (np.dtype(np.uint8), np.dtype(np.bool_)):
         raise BadValue(f"dtype of dense masks must be uint8 or bool, got {out.dtype}")
-    if out.shape != shape or not out.flags.c_contiguous:
-        raise BadValue(f"out must be C-contiguous {list(shape)}, got {list(out.shape)}")
+    if out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
+        raise BadValue(f"out must be C-contiguous and writeable {list(shape)}, got {list(out.shape)}")
     if boxes is None:
         boxes = np.tile([0, rows.target, 0, columns.target], (len(masks), 1))
     elif boxes.shape != (len(masks), 4) or boxes.dtype != np.int64:

@@ -168,7 +168,7 @@ def _fill(
 ) -> Tensor:
     """Dense masks of images of the sizes `source`, int64 [2, N]; `axes`: their rows and their columns."""
     device, count, (height, width) = runs.device, source.shape[1], (pixels for pixels, *_ in axes)
-    mirror = of_masks(flip, offsets)
+    mirror = of_masks(flip, offsets).bool()
     if out is None:
         out = torch.empty((count, height, width), dtype=dtype, device=device)
     rows, columns = (

@@ -135,6 +135,8 @@ class _Wanted(NamedTuple):
 def _open(source: Any, storage_options: Mapping[str, Any] | None, wanted: _Wanted) -> Column:
     if isinstance(source, Column):
         return source
+    if wanted.name in ("", *KEYS):
+        raise ColumnError(f"{wanted.argument}: must be the name of a column other than {' and '.join(KEYS)}")
     if not isinstance(source, pa.Table):
         return _open_file(source, storage_options, wanted)
     batch = _sorted(source, f"{wanted.argument}: the pyarrow table", wanted)

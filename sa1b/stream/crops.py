@@ -17,6 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from sa1b.arguments import BadValue
 from sa1b.stream.transform import Crop, Frame, RandomCrop, Visit
 
 
@@ -56,6 +57,8 @@ class MultiCrop:
 
     def __call__(self, frame: Frame, visit: Visit) -> Frame:
         side, places = _sheet(self.groups)
+        if frame.image_size != side:
+            raise BadValue(f"image_size={frame.image_size} must be {side}, the image_size of {self!r}")
         values = visit.uniforms(5 * len(places)).reshape(-1, 5).tolist()
         crops = []
         for (number, row, column), (*chosen, mirrored) in zip(places, values, strict=True):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -36,8 +37,9 @@ class DamageLog:
     def __init__(self, path: Path, rank: int, start: int | None = 0) -> None:
         self.path, self.rank = path, rank
         self._file = path.absolute()  # the process may change its folder
-        self._start = len(self._data()) if start is None else start  # lines before it are not counted
-        self._lock, self._said = ForkLock(), False
+        self._start = self._from(0)[1] if start is None else start  # lines before it are not counted
+        self._lock, self._said, self._read = ForkLock(), False, 0  # bytes of the file whose lines are known
+        self._known: list[tuple[int, dict[str, object]]] = []  # lines of this rank, and where they begin
         self._unwritten: list[dict[str, object]] = []
 
     def __reduce__(self) -> tuple[type["DamageLog"], tuple[Path, int, int]]:
@@ -45,8 +47,15 @@ class DamageLog:
 
     def damaged(self, *, read: int, once: bool = False, **line: Any) -> None:
         """Write a line, unless this rank has logged the image at this position before, as when a step is
-        repeated after a restart; with `once`, at any position. `read` are the samples that this rank has
-        read, with those before a restart, of which max(10, 0.1 %) may be damaged: DamageLimitError.
+        repeated after a restart. The first line of a process is a warning of the logger `sa1b`; every one,
+        if the file cannot be written.
+
+        `line` has shard, offset, image_id, position, reason and, of a mixture, source. `read` are the samples
+        that this rank has read, with those before a restart: the file contains their damaged samples too.
+        With `once`, an image is logged at one position only.
+
+        Raises:
+            DamageLimitError: this rank has more than max(10, 0.1 % of the samples read) damaged samples.
         """
         line = {"rank": self.rank, **line}
         if self.replay is not None:
@@ -75,25 +84,31 @@ class DamageLog:
 
     def entries(self, start: int = 0) -> list[dict[str, object]]:
         """Lines of this rank from byte `start` on, and those that this process could not write."""
-        data, found = self._data(), list[dict[str, object]]()
-        data = data[start if start <= len(data) else 0 :]  # else another program has truncated it
-        for raw in data[: data.rfind(b"\n") + 1].splitlines():
+        data, size = self._from(self._read)
+        if size < self._read:  # another program has truncated it
+            self._read, self._known = 0, []
+            data, size = self._from(0)
+        for raw in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
             with suppress(ValueError, RecursionError):  # cut by a full disk, or of another program
                 line = json.loads(raw)
                 if isinstance(line, dict) and line.get("rank") == self.rank:
-                    found.append(line)
-        return found + self._unwritten
+                    self._known.append((self._read, line))
+            self._read += len(raw)
+        counted = start if start <= size else 0
+        return [line for begin, line in self._known if begin >= counted] + self._unwritten
 
-    def _data(self) -> bytes:
-        """The bytes of the file; nothing if it is not readable."""
+    def _from(self, start: int) -> tuple[bytes, int]:
+        """The bytes of the file from `start` on, and its size; nothing of what is not readable."""
         with suppress(OSError):
             if self._file.is_file():  # not a pipe or a terminal
-                return self._file.read_bytes()
-        return b""
+                with self._file.open("rb") as file:
+                    file.seek(start)
+                    return file.read(), file.seek(0, os.SEEK_END)
+        return b"", 0
 
     def _append(self, line: dict[str, object]) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        cut = not (b"\n" + self._data()).endswith(b"\n")  # by another program or a full disk
+        cut = not (b"\n" + self._from(self._read)[0]).endswith(b"\n")  # by another program or a full disk
         append_line(self._file, "\n" * cut + json.dumps(line))
         if not self._said:
             self._said = True

@@ -205,7 +205,7 @@ class Stream(BatchStream):
         opened = {"root": self.dataset, "join": self.columns, "text": self.text}
         opened |= {"decoder": self.options.decoder, "cache": None, "cache_bytes": None, "layers": ()}
         state = {"iterations": self.iterations, "damage_log": self.damage_log}
-        return partial(Stream, **{**self._arguments, **opened}), (), state
+        return _reopen, ({**self._arguments, **opened},), state
 
     def __repr__(self) -> str:
         return (
@@ -266,3 +266,7 @@ def _load_compiled_code() -> None:
 
 
 os.register_at_fork(before=_load_compiled_code)
+
+
+def _reopen(arguments: dict[str, Any]) -> Stream:
+    return Stream(**arguments)

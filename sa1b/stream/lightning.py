@@ -59,9 +59,11 @@ class TrainingData(lightning.Callback):
 
     @property
     def _stream(self) -> BatchStream:
-        stream: Any = self._loader
-        found: BatchStream = stream.stream if isinstance(stream, Loader) else stream.dataset
-        return found
+        stream = getattr(self._loader, "stream", getattr(self._loader, "dataset", None))
+        if not isinstance(stream, BatchStream):
+            way = "make() must return a sa1b.Loader, or a DataLoader of a sa1b.Stream"
+            raise UsageError(f"TrainingData(make): got {self._loader!r}; {way}")
+        return stream
 
     def __len__(self) -> int:
         """Micro-batches of this rank in an epoch. Raises TypeError for an endless stream (epochs=None)."""

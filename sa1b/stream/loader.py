@@ -97,9 +97,8 @@ class Loader:
             raise BadValue("device='cuda': torch finds no GPU; pass device='cpu'")
         now, decodes_on_cpu = stream.options.decoder, stream.decoder.device.type == "cpu"
         if not on_gpu and (decode == "gpu" or (decode == "auto" and not decodes_on_cpu)):
-            raise BadValue(
-                f"decode='gpu': decodes into memory of a GPU, not of {self.device}; pass device='cuda'"
-            )
+            given = "decode='gpu'" if decode == "gpu" else f"decoder={now!r}"
+            raise BadValue(f"{given}: decodes into memory of a GPU, not of {self.device}; pass device='cuda'")
         names = {"auto": now, "cpu": "cpu", "gpu": "torchcodec" if decodes_on_cpu else now}
         if decode not in names:
             raise BadValue(f"decode={decode!r} must be one of {', '.join(map(repr, names))}")

@@ -183,7 +183,8 @@ class Mix(BatchStream):
 
 def _checked_streams(sources: Mapping[str, tuple[Stream, Any]]) -> dict[str, Stream]:
     """The streams by name; ValueError if they do not fit together."""
-    if not all(isinstance(pair, tuple | list) and isinstance(pair[0], Stream) for pair in sources.values()):
+    pairs = list(sources.values()) if isinstance(sources, Mapping) else []
+    if not pairs or not all(isinstance(x, tuple | list) and isinstance(x[0], Stream) for x in pairs):
         raise BadValue('sources must be pairs of stream and weight: Mix({"a": (stream, 3), "b": (other, 1)})')
     streams = {name: stream for name, (stream, _) in sources.items()}
     first: dict[str, tuple[str, Any]] = {}  # what is in common -> the first source that has it, its value

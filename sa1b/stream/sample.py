@@ -78,6 +78,8 @@ class SampleOptions:
                 object.__setattr__(self, name, whole_number(name, value, least))
         object.__setattr__(self, "flip", number("flip", self.flip, 0, 1))
         for transform in self.transforms:
+            if isinstance(transform, type) or not callable(transform):
+                raise BadValue(f"transform={transform!r} must be a callable object, such as RandomCrop()")
             if isinstance(transform, MultiCrop) and (self.masks, self.decoder) != (0, "cpu"):
                 raise BadValue(
                     f"transform={transform!r} must be used with masks=0 and decoder='cpu', not with "
@@ -87,7 +89,7 @@ class SampleOptions:
     @property
     def transforms(self) -> tuple[Transform, ...]:
         """All transforms, in the order in which they run."""
-        if isinstance(self.transform, Sequence):
+        if isinstance(self.transform, Sequence) and not isinstance(self.transform, str):
             return tuple(self.transform)
         return () if self.transform is None else (self.transform,)
 

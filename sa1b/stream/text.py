@@ -181,11 +181,13 @@ def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
 
     The numbers of a function are from 0 to its attribute `vocabulary` - 1.
     """
-    name = os.fspath(name)
     if name == BYTES:
         return Tokenizer(name, lambda text: bytearray(text.encode()), 256)
     try:
+        name = os.fspath(name)
         if not name.endswith(".json"):
+            if ":" not in name:
+                raise ImportError("no MODULE:FUNCTION")
             called: Any = resolve_name(name)
             return Tokenizer(name, called, getattr(called, "vocabulary", None))
         opened: Any = import_module("tokenizers").Tokenizer.from_file(name)

@@ -64,6 +64,8 @@ def main(
         json_output: Print the result as JSON, without progress.
     """
     check_cache_flags("--cache", cache, cache_bytes)
+    if device != "cpu" and not device.startswith("cuda"):
+        raise UsageError(f"--device {device}: must be cpu or cuda")
     with loading():
         from sa1b.stream.dataset import Stream
         from sa1b.stream.throughput import measure

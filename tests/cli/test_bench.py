@@ -48,6 +48,7 @@ def test_rates_and_what_limits_as_json_and_as_a_table(root):
         (["--threads", 0], "--threads 0: must be at least 1"),
         (["--masks", -1], "--masks -1: must be at least 0"),
         (["--seconds", "0.5"], "--seconds 0.5: must be from 1 to 3600"),
+        (["--device", "tpu"], "--device tpu: must be cpu or cuda"),
         (["--decode", "gpu"], "decodes into memory of a GPU, not of cpu; pass --device"),
         (["--view", "nothing"], "no view 'nothing'"),
         (["--cache", "x"], "--cache x: needs a limit; also pass --cache-bytes"),

@@ -72,6 +72,8 @@ def test_embeddings_replace_phrases_and_regions_may_be_missing(image: Any) -> No
     found = sa1b.ground(model, image[:20], np.eye(5)[:2])
     assert found.masks.shape == (2, 20, SIZE)
     assert found.similarity.shape == (2, 0)
+    with pytest.raises(ValueError, match="there are no regions; pass regions="):
+        found.regions()
     assert len(sa1b.ground(model, image, np.zeros((0, 5)))) == 0
 
 
@@ -86,6 +88,7 @@ def test_embeddings_replace_phrases_and_regions_may_be_missing(image: Any) -> No
             lambda given: given | {"regions": Runs.from_pixels(np.ones((1, 4, 5), np.bool_))},
             "32 x 32 pixels, not 5 x 4",
         ),
+        (lambda given: given | {"model": build(vectors=5)}, r"must be embeddings, numbers \[N, 5\]"),
     ],
 )
 def test_what_is_refused(

@@ -51,6 +51,7 @@ def stream_of(root: Any, **arguments: Any) -> sa1b.Stream:
         *({"world_size": value} for value in ("2", 0, 1.0)),
         *({"rank": value} for value in ("0", -1, 0.0)),
         *({"root": value} for value in (None, 3, "")),
+        {"transform": RandomCrop},
     ],
     ids=str,
 )

@@ -344,6 +344,8 @@ def test_a_table_that_cannot_be_joined_is_named(
 def test_sources_of_another_form_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ColumnError, match="c.xml is no table; its name must end with one of .parquet"):
         open_columns({"caption": tmp_path / "c.xml"})
+    with pytest.raises(ColumnError, match=r"join\['image_id'\]: must be the name of a column"):
+        open_columns({"image_id": table_of([1])})
     with pytest.raises(ColumnError, match=r"^join\['caption'\]: \S+missing\.parquet does not exist"):
         open_columns({"caption": tmp_path / "missing.parquet"})
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 but nothing else")

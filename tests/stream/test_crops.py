@@ -19,7 +19,7 @@ from sa1b.stream import decode
 from sa1b.stream.crops import CropGroup, MultiCrop
 from sa1b.stream.decode import EncodedImage
 from sa1b.stream.decoders import decoder
-from sa1b.stream.transform import Frame, Visit
+from sa1b.stream.transform import Frame, TransformError, Visit
 from tests.shards import tiny
 
 CROPS = MultiCrop((CropGroup(2, 24, (0.3, 1.0)), CropGroup(3, 10, (0.05, 0.3), flip=0.0)))
@@ -140,3 +140,5 @@ def test_a_stream_of_crops_is_the_same_in_workers_and_threads(root: Path) -> Non
 def test_what_crops_cannot_be_used_with_is_named(root: Path) -> None:
     with pytest.raises(BadValue, match="must be used with masks=0"):
         stream(root, masks=4)
+    with pytest.raises(TransformError, match=f"image_size=64 must be {CROPS.image_size}, the image_size of"):
+        next(iter(stream(root, image_size=64)))

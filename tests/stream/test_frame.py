@@ -433,6 +433,9 @@ def test_a_transform_that_fails_is_named_with_its_image(
 def test_options_that_make_no_sense_are_refused_by_name(root: Path) -> None:
     for options, message in (
         ({"resize": "squash"}, "resize='squash' must be one of pad, crop, stretch"),
+        ({"transform": 3}, "transform=3 must be a callable object"),
+        ({"transform": "crop"}, "transform='crop' must be a callable object"),
+        ({"transform": [broken, "x"]}, "transform='x' must be a callable object"),
         ({"min_pixels": -1}, "min_pixels=-1 must be at least 0"),
         ({"min_pixels_size": 0}, "min_pixels_size=0 must be at least 1"),
     ):

@@ -151,7 +151,11 @@ def test_a_checkpoint_between_two_steps_of_the_optimizer_is_warned_of(root: Path
 def test_wrong_uses_are_refused(root: Path) -> None:
     import lightning
 
+    from sa1b.stream.lightning import TrainingData
+
     trainer: Callable[..., Any] = lightning.Trainer
     data = make(root, "Loader")
     with pytest.raises(UsageError, match=r"Trainer\(callbacks=\[...\]\)"):
         trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=1).fit(model(), data)
+    with pytest.raises(UsageError, match="must return a sa1b.Loader"):
+        fit(TrainingData(lambda: DataLoader([1, 2])), 1)  # type: ignore[arg-type]

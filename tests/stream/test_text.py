@@ -165,7 +165,7 @@ def test_tokenizers_of_the_library_and_functions(tmp_path: Path) -> None:
         (sa1b.Text(pa.table({"image_id": IDS, "text": ["a"] * 12}), tokenizer="no.json"), UsageError,
          "tokenizer 'no.json': cannot be opened (No such file"),
         (sa1b.Text(pa.table({"image_id": IDS, "text": ["a"] * 12}), tokenizer="sp"), UsageError,
-         "tokenizer 'sp': cannot be opened (No module named"),
+         "tokenizer 'sp': cannot be opened (no MODULE:FUNCTION"),
         (sa1b.Text("no.parquet"), ColumnError, "^text: /.*/no.parquet does not exist; give the path of a table"),
         (sa1b.Text("no.xml"), ColumnError, "^text: no.xml is no table; its name must end with one of .parquet"),
         ({"image_id": [1], "text": pa.array([None], pa.string())}, ColumnError, "'text' has no value in any of"),

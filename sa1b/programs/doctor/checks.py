@@ -106,10 +106,10 @@ def gradients(process: RankProcess, given: Given | None = None) -> Findings:
         if not faults:
             yield Finding("ok", f"{config.mode}: {len(means)} gradients are those of one process")
         if config.mode == "ddp":
-            grads = [one.detach().cpu().flatten() for one in found.values() if one is not None]
-            data = b"".join(one.view(torch.uint8).numpy().tobytes() for one in grads)
-            digest, digests = None if faults else zlib.crc32(data), [None] * ranks
-            dist.all_gather_object(digests, digest)
+            digest, digests = 0, [None] * ranks
+            for one in (gradient for gradient in found.values() if gradient is not None):
+                digest = zlib.crc32(one.detach().cpu().contiguous().view(torch.uint8).numpy().data, digest)
+            dist.all_gather_object(digests, None if faults else digest)
             most = max(digests, key=digests.count)
             if None not in digests and digest != most:
                 others = named([rank for rank, one in enumerate(digests) if one == most])
@@ -280,7 +280,7 @@ def met(process: RankProcess, missing: tuple[int, ...]) -> Finding:
     if not missing:
         return Finding("ok", f"{ranks} ranks met at {at}", check="rendezvous")
     figure = f"{len(missing)} of {ranks} ranks did not answer at {at} within {process.timeout:g} s"
-    remedy = "Look at the output of these ranks; --timeout waits longer"
+    remedy = "Look at the output of these ranks: they did not start, or hang; --timeout waits longer"
     return Finding("failed", figure, remedy, check="rendezvous", ranks=missing)
 
 

@@ -277,7 +277,9 @@ def fault_of(error: Exception, process: RankProcess, check: str) -> Finding:
     is_folder = check == "dataset" and "://" not in (root := process.root or "")
     if is_folder and process.world_size > 1 and not Path(root, DATASET).exists():
         others = f"mount their file system on {process.host}, copy it there (sa1b copy), or name a URL"
-        remedy = f"If other machines have this dataset: {others}. If none has: {remedy}"
+        remedy = (
+            f"If other machines have this dataset: {others}. If none has: {remedy[:1].lower()}{remedy[1:]}"
+        )
     return Finding("failed", figure, remedy)
 
 

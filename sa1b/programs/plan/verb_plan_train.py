@@ -113,7 +113,8 @@ def table(found: dict[str, Any], config: Any) -> str:
     fits, memory_of_gpu = "fits", size_text(cluster["gpu_memory"])
     if not found["fits"]:
         fits = "does not fit: --model.checkpoint-blocks all, --parallel.mode fsdp, --parallel.precision bf16"
-        fits += f", --data.micro-batch {largest}" if (largest := found["largest_micro_batch"]) else ""
+        if (largest := found["largest_micro_batch"]) is not None:
+            fits += f", --data.micro-batch {largest}" if largest else "; no micro-batch fits"
     return f"""\
 cluster       {counted(cluster["nodes"], "node")} x {cluster["gpus"]} {cluster["gpu"]} = {ranks}, \
 mode {config.parallel.mode}, precision {config.parallel.precision}
