@@ -29,7 +29,8 @@ def group_size(groups: str) -> int | None:
         return None
     size = re.fullmatch(r"size:(\d+(?:\.\d+)?)([KMG]?)", groups)
     if groups != "block" and (size is None or not float(size[1]) > 0):
-        raise UsageError(f"--parallel.wrap {groups}: not a kind of group; pass block, none, or size:100M")
+        way = "pass block, none, or a size such as size:100M"
+        raise UsageError(f"--parallel.wrap {groups}: not a kind of group; {way}")
     return 1 if size is None else max(round(float(size[1]) * 1000 ** " KMG".index(size[2] or " ")), 1)
 
 

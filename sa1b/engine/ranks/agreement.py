@@ -87,4 +87,8 @@ def agree_on_weights(module: nn.Module, rank_info: RankInfo) -> None:
         values = held.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         described = f"{tuple(tensor.shape)} {tensor.dtype}{placed}, crc32 {isal_zlib.crc32(values):#010x}"
         own[name.removeprefix("module.")] = shard, described  # without DDP's prefix
-    agree(own, rank_info)
+    try:
+        agree(own, rank_info)
+    except DisagreementError as error:
+        way = "; build the model from the same seed, and load the same checkpoint on every rank"
+        raise DisagreementError(str(error) + way) from None

@@ -134,7 +134,7 @@ def _stream(data: DataConfig, view: str | None, seed: int, **shared: Any) -> Str
         flag = f"{part}.view" if _opens(data, data.layers) else f"{part}.layers"
         raise UsageError(f"{flag if _opens(data) else '--data.root'}: {error}") from None
     if data.masks and not (stream.dataset.manifest["totals"]["masks"] or stream.dataset.layers):
-        way = "label images with `sa1b annotate`, or pass --preset distill"
+        way = "label images with `sa1b annotate`, or train a model that reads none: --preset distill"
         raise UsageError(f"--data.root {data.root}: has no masks, and this model learns masks; {way}")
     return stream
 
