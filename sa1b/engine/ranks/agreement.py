@@ -57,7 +57,7 @@ class DisagreementError(Sa1bError):
     """Ranks with different models, settings or images; the message names the difference and the ranks."""
 
 
-def agree(own: Mapping[str, tuple[int, Any]], rank_info: RankInfo) -> None:
+def agree(own: Mapping[str, tuple[int, Any]], rank_info: RankInfo, way: str = "") -> None:
     """DisagreementError, on all ranks, if their values of a name differ: name -> number of a shard, value."""
     of_all = rank_info.gather(own)
     for name in dict.fromkeys(chain(*of_all)):
@@ -66,7 +66,7 @@ def agree(own: Mapping[str, tuple[int, Any]], rank_info: RankInfo) -> None:
             shard, value = one.get(name, (0, "missing"))
             known, expected = first.setdefault(shard, (rank, value))
             if value != expected:
-                message = f"{name} is {value!r} on rank {rank} and {expected!r} on rank {known}"
+                message = f"{name} is {value!r} on rank {rank} and {expected!r} on rank {known}{way}"
                 raise DisagreementError(message)
 
 
@@ -87,8 +87,5 @@ def agree_on_weights(module: nn.Module, rank_info: RankInfo) -> None:
         values = held.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         described = f"{tuple(tensor.shape)} {tensor.dtype}{placed}, crc32 {isal_zlib.crc32(values):#010x}"
         own[name.removeprefix("module.")] = shard, described  # without DDP's prefix
-    try:
-        agree(own, rank_info)
-    except DisagreementError as error:
-        way = "; build the model from the same seed, and load the same checkpoint on every rank"
-        raise DisagreementError(str(error) + way) from None
+    way = "build the model from the same seed, and load the same checkpoint on every rank"
+    agree(own, rank_info, f"; {way}")
