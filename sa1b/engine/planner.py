@@ -8,7 +8,6 @@ kernels and compiled code usually store less, and workspaces and gaps come on to
 import warnings
 import weakref
 from dataclasses import asdict, dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -182,7 +181,36 @@ def _blank_texts(count: int, length: int, width: int) -> Texts:
     return Texts(tokens, offsets, torch.zeros(count, width), keys, "mask_id", length)
 
 
-def plan(config: Config, cluster: SimpleNamespace, rate: float | None = None) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """GPUs, and the assumptions under which their time is estimated. Rates are of one direction."""
+
+    gpu: str  # name of the type of GPU
+    nodes: int
+    gpus: int  # GPUs of a node, and ranks on it
+    flops: float  # operations per second of a GPU at its peak
+    gpu_memory: float  # bytes of a GPU
+    link: float  # bytes per second between GPUs of a node
+    network: float  # bytes per second of a node to others
+    mfu: float  # fraction of the peak that a step without communication reaches
+    exposed: float  # fraction of the communication that computation does not hide, at least
+    cpus: int  # CPU cores of a node for decoding
+    # images per second that a core reads and decodes; None: measured, see `StoredImages`
+    decode_rate: float | None
+    storage: float | None  # bytes per second that the storage delivers to all nodes; None: not limited
+    reserved: float  # bytes of a GPU that tensors cannot use
+    fragmentation: float  # fraction of the tensors' bytes that the allocator cannot reuse
+    price: float | None  # dollars for a GPU hour
+
+    def __post_init__(self) -> None:
+        Range(above=0, most=1).check("--mfu", self.mfu)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.gpus
+
+
+def plan(config: Config, cluster: Cluster, rate: float | None = None) -> dict[str, Any]:
     """The estimates of a run as a JSON document, in SI units; `cluster`: the flags of `sa1b plan train`.
     `rate`: measured images per second of a GPU, in place of the fraction of the peak.
 
@@ -190,7 +218,7 @@ def plan(config: Config, cluster: SimpleNamespace, rate: float | None = None) ->
     delivers the images, and that in which processors decode them. The GPUs take the model's operations at a
     fraction of the peak, and the communication that computation does not hide.
     """
-    ranks, schedule = cluster.nodes * cluster.gpus, config.checkpoint
+    ranks, schedule = cluster.world_size, config.checkpoint
     is_whole = config.data.root == NO_ROOT and config.data.mix is None
     data = ALL_OF_SA1B if is_whole else _stored_images(config, ranks)
     config = with_steps(config, data["images"])
@@ -198,10 +226,10 @@ def plan(config: Config, cluster: SimpleNamespace, rate: float | None = None) ->
     module, batch, steps = _model(config, size), config.data.global_batch, config.optim.steps
     trained, flops = numbers(module, trained=True), declared(module).flops(batch, batch * config.data.masks)
     if rate is not None:
-        cluster.mfu = flops / batch * rate / cluster.flops
-    Range(above=0, most=1).check("--mfu", cluster.mfu)
+        cluster = replace(cluster, mfu=flops / batch * rate / cluster.flops)
     is_small = data["resized"] is not None and data["resized"] <= 1024
-    decoded = cluster.decode_rate = cluster.decode_rate or (DECODED_1024 if is_small else DECODED)
+    decoded = cluster.decode_rate or (DECODED_1024 if is_small else DECODED)
+    cluster = replace(cluster, decode_rate=decoded)
     compute = flops / (cluster.flops * cluster.mfu * ranks)
     sent = _communication(config, cluster, numbers(module), trained)
     # DDP sends during the backward pass of the last micro-batch only, FSDP during all passes.
@@ -218,7 +246,7 @@ def plan(config: Config, cluster: SimpleNamespace, rate: float | None = None) ->
     fits = (needed := _needed(memory, cluster)) <= cluster.gpu_memory
     return {
         "exit_code": int(not fits),
-        "cluster": vars(cluster),
+        "cluster": asdict(cluster),
         "ranks": ranks,
         "data": data,
         "images_per_rank": data["images"] / ranks,
@@ -248,11 +276,11 @@ def plan(config: Config, cluster: SimpleNamespace, rate: float | None = None) ->
     }
 
 
-def _needed(memory: StepMemory, cluster: Any) -> float:
-    return float(memory.peak * (1 + cluster.fragmentation) + cluster.reserved)
+def _needed(memory: StepMemory, cluster: Cluster) -> float:
+    return memory.peak * (1 + cluster.fragmentation) + cluster.reserved
 
 
-def _fitting(config: Config, cluster: Any, memory: StepMemory, size: int) -> int | None:
+def _fitting(config: Config, cluster: Cluster, memory: StepMemory, size: int) -> int | None:
     """The largest micro-batch that fits; None: the model trains with one micro-batch only."""
     # Batches and activations are proportional to it; several micro-batches also need memory for gradients.
     each = (memory.activations + memory.batches) / size * (1 + cluster.fragmentation)
@@ -260,18 +288,18 @@ def _fitting(config: Config, cluster: Any, memory: StepMemory, size: int) -> int
     for images in range(fitting, 0, -1):
         smaller = replace(config, data=replace(config.data, micro_batch=images))
         try:
-            if _needed(measure(smaller, cluster.nodes * cluster.gpus), cluster) <= cluster.gpu_memory:
+            if _needed(measure(smaller, cluster.world_size), cluster) <= cluster.gpu_memory:
                 return images
         except UsageError:
             return None
     return 0
 
 
-def _communication(config: Config, cluster: Any, every: int, trained: int) -> Any:
+def _communication(config: Config, cluster: Cluster, every: int, trained: int) -> float:
     """Seconds in which the links are busy in a step, in rings: 2 (N - 1) / N of the bytes for an all-reduce,
     half of it for a gather or a reduce-scatter.
     """
-    parallel, ranks = config.parallel, cluster.nodes * cluster.gpus
+    parallel, ranks = config.parallel, cluster.world_size
     replicas = replicas_on(ranks, parallel.replicas)
     shards = ranks // replicas if parallel.mode == "fsdp" else ranks
     # A ring within a node uses its links; a ring over nodes passes each node's network once.

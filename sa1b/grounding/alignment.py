@@ -39,6 +39,9 @@ class _Gather(torch.autograd.Function):
         return total[first : first + ctx.count]
 
 
+_gather: Any = _Gather.apply
+
+
 def gather(rows: Tensor) -> Tensor:
     """The rows [N, ...] of all ranks, with gradient: [world size * N, ...]. Collective, both passes."""
     # The engine needs sums over the global batch whose gradients add up over the ranks. Let L = sum over i of
@@ -48,7 +51,7 @@ def gather(rows: Tensor) -> Tensor:
     # So the sum over the ranks, which DDP and FSDP form, is the gradient of L in one process, for any
     # division of the images among the ranks. With several micro-batches, pairs are compared only with those
     # of the same micro-batch of all ranks.
-    gathered: Tensor = _Gather.apply(rows) if _is_group() else rows  # type: ignore[no-untyped-call]
+    gathered: Tensor = _gather(rows) if _is_group() else rows
     return gathered
 
 

@@ -183,7 +183,8 @@ class Grounding(WithImageEncoder):
     def embed(self, images: Tensor, sizes: Tensor, image_keys: Tensor) -> Tensor:
         """The embedding of each image: float [B, channels, side, side]."""
         pixels = normalised(images, sizes, self.pixel_mean, self.pixel_std)
-        return self.image_encoder(pixels, self.kept(image_keys, self.config))  # type: ignore[no-any-return]
+        embeddings: Tensor = self.image_encoder(pixels, self.kept(image_keys, self.config))
+        return embeddings
 
     def read(self, masks: Phrased) -> Tensor:
         """The vector of each phrase: float [M, width]."""

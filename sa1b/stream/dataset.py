@@ -215,8 +215,17 @@ class Stream(BatchStream):
         )
 
     def sources(self) -> list[SampleSource]:
-        opened = self.dataset, self.view, self.plan
-        return [SampleSource(*opened, self.seed, self.options, self.decoder, self.columns, self.text)]
+        source = SampleSource(
+            dataset=self.dataset,
+            view=self.view,
+            plan=self.plan,
+            seed=self.seed,
+            options=self.options,
+            decoder=self.decoder,
+            columns=self.columns,
+            text=self.text,
+        )
+        return [source]
 
     def identity(self) -> dict[str, Any]:
         condition = self.view.masks_where

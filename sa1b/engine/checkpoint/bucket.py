@@ -96,8 +96,8 @@ class RemoteRun(Folder):
         self._sent: dict[str, tuple[int, int]] = {}  # name in the bucket -> size and time of the local file
         try:
             self.ranks.on_first(self._open)
-            folders = self.ranks.on_all(self._identify)
-            self._leader = folders.index(folders[self.ranks.rank])
+            machines = self.ranks.on_all(self._identify)
+            self._leader = machines.index(machines[self.ranks.rank])
             self.leads = self._leader == self.ranks.rank  # this rank copies the files of its machine
             self.ranks.on_all(self._pull)
         except Sa1bError:

@@ -12,7 +12,6 @@ interrupted.
 """
 
 import json
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import tyro
@@ -79,7 +78,7 @@ def main(
         raise UsageError("--gpu: missing; pass the type of GPU, such as H100, or --tflops and --gpu-memory")
     with loading():
         from sa1b.engine import config as settings
-        from sa1b.engine.planner import NO_ROOT, plan
+        from sa1b.engine.planner import NO_ROOT, Cluster, plan
         from sa1b.engine.watch.hardware import Gpu, gpu_named
         from sa1b.recipes.presets import PRESETS
     other = Gpu(name="other", bf16=0, tf32=0, fp32=0, memory=0, link=PCIE)
@@ -87,7 +86,7 @@ def main(
     config = settings.parse(arguments, None, PRESETS, command("train"), root=NO_ROOT, world_size=nodes * gpus)
     if config.data.root == NO_ROOT and (config.data.view or config.evaluation.view):
         raise UsageError("--data.view, --evaluation.view: need the directory of the view; pass --data.root")
-    cluster = SimpleNamespace(  # in operations and bytes per second, of one direction, and bytes
+    cluster = Cluster(  # in operations and bytes per second, of one direction, and bytes
         gpu=known.name, nodes=nodes, gpus=gpus,
         flops=known.peak(config.parallel.precision) if tflops is None else tflops * 1e12,
         gpu_memory=known.memory if gpu_memory is None else gpu_memory * 1e9,
