@@ -211,15 +211,12 @@ def parse(
     if "parallel.mode" not in passed and ranks > 1:
         default = replace(default, parallel=replace(default.parallel, mode="ddp"))
         notes.append("--parallel.mode ddp: the default with several ranks")
-    with contextlib.ExitStack() as stack:
-        if int(os.environ.get("RANK", "0")) > 0:
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        if root:
-            text = root if default.reads_text else None
-            default = replace(default, data=replace(default.data, root=root, text=text))
-        prog = prog or program()
-        stack.enter_context(usage_errors(prog, "--data.root"))
+    if root:
+        text = root if default.reads_text else None
+        default = replace(default, data=replace(default.data, root=root, text=text))
+    prog, is_first = prog or program(), int(os.environ.get("RANK", "0")) == 0
+    help_of_one = contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO())
+    with help_of_one, usage_errors(prog, "--data.root"):
         config: Config = tyro.cli(
             type(default),
             prog=prog,
