@@ -65,8 +65,8 @@ from sa1b.sam.kernel_proof import prove_for_run
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.open import open_store
 from sa1b.stream.batch import Batch
-from sa1b.stream.bottleneck import BUSY, LoaderSettings
 from sa1b.stream.plan import process_rank
+from sa1b.stream.stats import BUSY, LoaderSettings
 from sa1b.version import code_digest
 
 TOUR = (

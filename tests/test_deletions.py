@@ -42,7 +42,6 @@ STORE = "what its caller names"
 
 REASONS = {
     "programs/annotate/images.py scan": PROCESS,
-    "stream/maker.py __init__": "memory that has no name, which is made larger",
     "programs/query/verb_query.py _write_parquet": TEMPORARY,
     "engine/checkpoint/bucket.py _pull": COPY,
     "engine/checkpoint/bucket.py close": "the scratch folder of a run's URL, whose files are in the bucket",
@@ -116,9 +115,8 @@ REASONS = {
     "storage/store.py remove_folder": STORE,
     "storage/store.py remove_if": STORE,
     "storage/store.py replace_if": STORE,
-    "stream/worker_memory.py _end_with": "folder that multiprocessing has made in this process",
-    "stream/worker_memory.py _remove_segments": "files in /dev/shm with torch's name of this process",
-    "stream/columns.py _open_file": CACHE,
+    "stream/worker_memory.py mapped": "memory that has no name, which is made larger",
+    "stream/columns.py _of_file": CACHE,
     "stream/columns.py _remove": TEMPORARY,
     "programs/transfer/dataset_copy.py _finish": NAMED,
     "programs/transfer/dataset_copy.py _object": TEMPORARY,

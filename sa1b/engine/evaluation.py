@@ -41,8 +41,8 @@ def held_out_feed(config: Config, rank_info: RankInfo, training: BatchStream | N
     if training is None:
         return feed
     shared = 0
-    for source in feed.stream.sources():
-        for other in training.sources():
+    for source in feed.stream.sources().values():
+        for other in training.sources().values():
             if source.dataset.root == other.dataset.root:
                 rows = [part.view.table_rows(np.arange(len(part.view))) for part in (source, other)]
                 shared += len(np.intersect1d(rows[0], rows[1]))

@@ -322,7 +322,7 @@ def _stored_images(config: Config, world_size: int) -> dict[str, Any]:
     feed = Feed(data, config.image_size, rank_info, config.folder, config.seed)
     held_out_feed(replace(config, data=data), rank_info, feed.stream)
     read, shards, sizes = 0, 0, []
-    for source in feed.stream.sources():
+    for source in feed.stream.sources().values():
         table, rows = source.dataset.table, source.view.rows
         chosen = slice(None) if rows is None else rows
         read += int(sum(one[chosen].sum(dtype=np.int64) for one in (table.jpg_bytes, table.masks_bytes)))

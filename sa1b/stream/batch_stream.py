@@ -3,7 +3,7 @@
 import contextlib
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -17,7 +17,7 @@ from sa1b.stream.batch import Batch
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.decoders import Decoder, decoder
 from sa1b.stream.iterations import Iterations, StreamIterator, closed_at_exit
-from sa1b.stream.pending import PendingBatch, SampleSource
+from sa1b.stream.pending import PendingBatch, SampleSource, where
 from sa1b.stream.plan import MAX_POSITION, MicroBatch, Plan, checked_position
 from sa1b.stream.sample import SampleOptions
 from sa1b.stream.stats import PipelineStats
@@ -36,8 +36,8 @@ class BatchStream(IterableDataset[Batch]):
     decoder: Decoder
 
     @abstractmethod
-    def sources(self) -> list[SampleSource]:
-        """Where the samples come from, with the current decoder and options."""
+    def sources(self) -> Mapping[Any, SampleSource]:
+        """Where the samples come from: the streams of a mixture by name, else this one by None."""
 
     def use_decoder(self, name: str) -> None:
         """Decode with another decoder of sa1b.stream.decoders, which options and state then name."""
@@ -75,7 +75,7 @@ class BatchStream(IterableDataset[Batch]):
     @property
     def deadline(self) -> float:
         """Seconds that one read may take over all its attempts."""
-        return max(source.dataset.reader.retry_policy.deadline for source in self.sources())
+        return max(source.dataset.reader.retry_policy.deadline for source in self.sources().values())
 
     def __len__(self) -> int:
         """Micro-batches of this rank in an epoch. Raises TypeError for an endless stream (epochs=None)."""
@@ -160,18 +160,18 @@ class BatchStream(IterableDataset[Batch]):
     def where(self, position: int) -> str:
         """Image, shard and offset of the sample at a position, for messages; not of a substitute."""
         (which,), local, _ = self.plan.order.locate(np.array([position]))
-        source = self.sources()[int(which)]
-        return source.where(source.rows(local)[0])
+        name, source = list(self.sources().items())[int(which)]
+        return where(name, source, source.rows(local)[0])
 
     @contextlib.contextmanager
     def used(self) -> Generator[None]:
         """A context in which samples are read: see `sa1b.storage.reader.Reader.used`."""
         with contextlib.ExitStack() as ending:
-            for source in self.sources():
+            for source in self.sources().values():
                 ending.enter_context(source.dataset.reader.used())
             yield
 
     def close(self) -> None:
         """Close files and connections of this process; the next read opens them again."""
-        for source in self.sources():
+        for source in self.sources().values():
             source.dataset.reader.close()

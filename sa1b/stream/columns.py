@@ -64,8 +64,7 @@ class Column:
             batch = pa.ipc.open_file(file).get_batch(0)
         self.key: Any = batch.schema.names[0]
         self._ids: npt.NDArray[np.int64] = batch.column(0).to_numpy()  # a view of the mapped file
-        self.values: pa.Array = batch.column(1)
-        self.kind: pa.DataType = self.values.type
+        self.values, self.kind = batch.column(1), batch.schema.types[1]
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -113,13 +112,22 @@ def open_columns(
     first of KEYS, or one that names images. `texts`: an id may have several rows, and a conversation is its
     answers. `argument` names a source in messages.
     """
-    names = None
-    if dataset is not None and not all(isinstance(source, Column) for source in join.values()):
-        names = names_of(dataset)
-    return {
-        name: _open(source, storage_options, _Wanted(name, argument.format(name), key, texts, names))
-        for name, source in join.items()
-    }
+    columns, names = dict[str, Column](), None
+    for name, source in join.items():
+        if isinstance(source, Column):
+            columns[name] = source
+        else:
+            if dataset is not None:
+                names = names or names_of(dataset)
+            wanted = _Wanted(name, argument.format(name), key, texts, names)
+            if name in KEYS:
+                way = f"must be the name of a column other than {' and '.join(KEYS)}"
+                raise ColumnError(f"{wanted.argument}: {way}")
+            is_open = isinstance(source, pa.Table)
+            columns[name] = (
+                _of_table(source, wanted) if is_open else _of_file(source, storage_options, wanted)
+            )
+    return columns
 
 
 class _Wanted(NamedTuple):
@@ -132,14 +140,8 @@ class _Wanted(NamedTuple):
     names: FileNames | None
 
 
-def _open(source: Any, storage_options: Mapping[str, Any] | None, wanted: _Wanted) -> Column:
-    if isinstance(source, Column):
-        return source
-    if wanted.name in ("", *KEYS):
-        raise ColumnError(f"{wanted.argument}: must be the name of a column other than {' and '.join(KEYS)}")
-    if not isinstance(source, pa.Table):
-        return _open_file(source, storage_options, wanted)
-    batch = _sorted(source, f"{wanted.argument}: the pyarrow table", wanted)
+def _of_table(table: pa.Table, wanted: _Wanted) -> Column:
+    batch = _sorted(table, f"{wanted.argument}: the pyarrow table", wanted)
     descriptor, name = tempfile.mkstemp(prefix="sa1b-column-", suffix=".arrow")  # workers map it: no copies
     os.close(descriptor)
     _write(batch, Path(name))
@@ -154,56 +156,48 @@ def _remove(path: str, process: int) -> None:
             Path(path).unlink()
 
 
-def _open_file(given: str | Path, storage_options: Mapping[str, Any] | None, wanted: _Wanted) -> Column:
+def _of_file(given: str | Path, storage_options: Mapping[str, Any] | None, wanted: _Wanted) -> Column:
+    import fsspec
+
     name, argument, key, texts, names = wanted
-    source = plain_root(given)
+    source, is_url = plain_root(given), "://" in plain_root(given)
     if not source.lower().endswith(ENDINGS):
         endings = ", ".join(ENDINGS)
         raise ColumnError(f"{argument}: {source} is no table; its name must end with one of {endings}")
-    system: Any = None  # of a URL
-    path = source = source if "://" in source else str(Path(source).absolute())
-    state: Any
+    source = source if is_url else str(Path(source).absolute())
     try:
-        if "://" in source:
-            import fsspec
-
-            system, path = fsspec.core.url_to_fs(source, **(storage_options or {}))
-            state = sorted((entry, str(value)) for entry, value in system.info(path).items())
-        else:
-            state = Path(path).stat().st_size, Path(path).stat().st_mtime_ns
+        system, path = fsspec.core.url_to_fs(source, **(storage_options or {}))
+        state = sorted((entry, str(value)) for entry, value in system.info(path).items())
     except FileNotFoundError as error:
         raise ColumnError(f"{argument}: {source} does not exist; give the path of a table") from error
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise ColumnError(f"{source}: cannot be read ({why}); check the URL and the credentials") from error
-    how = [source, name, key, texts, None if names is None else names.digest]
-    folder = cache_folder() / "columns" / _digest(how)
+    folder = cache_folder() / "columns" / _digest([source, name, key, texts, names and names.digest])
     final = folder / f"{_digest([_VERSION, state])}.arrow"
-    if final.exists():
-        return Column(name, final, source)
     folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder, wait=True), contextlib.ExitStack() as ending:
-        if final.exists():  # another process has converted it meanwhile
-            return Column(name, final, source)
-        for stale in folder.glob("*.partial"):
-            stale.unlink()
-        if system is not None:
-            copy = folder / Path(path).name
-            ending.callback(copy.unlink, missing_ok=True)
-            with naming_path(copy):
-                system.get_file(path, str(copy))
-            if system.size(path) not in (None, copy.stat().st_size):
-                raise ColumnError(f"{source}: the copy is not complete; run the command again")
-            path = str(copy)
-        try:
-            table = read_table(path, dict.fromkeys((*KEYS, *IMAGE_COLUMNS, name)), name, texts)
-        except (pa.ArrowException, ValueError) as error:
-            raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
-        temporary = final.with_suffix(".partial")
-        with naming_path(temporary):
-            _write(_sorted(table, source, wanted), temporary)
-            flush(temporary)
-            commit(temporary, final)
+    with lock(folder, wait=True) if not final.exists() else contextlib.nullcontext():
+        if not final.exists():  # nor has another process converted it meanwhile
+            for stale in folder.glob("*.partial"):
+                stale.unlink()
+            copy, temporary = folder / Path(path).name, final.with_suffix(".partial")
+            try:
+                if is_url:
+                    with naming_path(copy):
+                        system.get_file(path, str(copy))
+                    if system.size(path) not in (None, copy.stat().st_size):
+                        raise ColumnError(f"{source}: the copy is not complete; run the command again")
+                table = read_table(
+                    str(copy) if is_url else path, dict.fromkeys((*KEYS, *IMAGE_COLUMNS, name)), name, texts
+                )
+            except (pa.ArrowException, ValueError) as error:
+                raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
+            finally:
+                copy.unlink(missing_ok=True)
+            with naming_path(temporary):
+                _write(_sorted(table, source, wanted), temporary)
+                flush(temporary)
+                commit(temporary, final)
     return Column(name, final, source)
 
 
@@ -211,10 +205,9 @@ def _sorted(table: pa.Table, source: str, wanted: _Wanted) -> pa.RecordBatch:
     """Ids, int64, ascending, and values of a table; `source` names it in messages."""
     name, headings = wanted.name, table.schema.names
     known = ", ".join(headings) or "none"
-    if name not in headings:
-        raise ColumnError(f"{source}: no column {name!r}; choose from {known}")
-    if wanted.key is not None and wanted.key not in headings:
-        raise ColumnError(f"{source}: no column {wanted.key!r} to join {name!r} by; choose from {known}")
+    for one, use in ((name, ""), (wanted.key or name, f" to join {name!r} by")):
+        if one not in headings:
+            raise ColumnError(f"{source}: no column {one!r}{use}; choose from {known}")
     column = wanted.key or next((key for key in KEYS if key in headings), image_column(table.schema))
     if column is None:
         way = "name one mask_id, image_id or, with names of files, file_name"
@@ -237,11 +230,10 @@ def _sorted(table: pa.Table, source: str, wanted: _Wanted) -> pa.RecordBatch:
         raise ColumnError(f"{source}: {error}") from error
     order = np.argsort(ids, kind="stable")
     ids, values = ids[order], values.take(pa.array(order))
-    repeated = np.flatnonzero(ids[1:] == ids[:-1])
-    if len(repeated):
+    if len(repeated := ids[1:][ids[1:] == ids[:-1]]):
         if not (wanted.texts and pa.types.is_large_string(getattr(values.type, "value_type", values.type))):
             raise ColumnError(
-                f"{source}: id {ids[repeated[0]]} occurs more than once in column {column!r}; repeated rows "
+                f"{source}: id {repeated[0]} occurs more than once in column {column!r}; repeated rows "
                 f"in all: {len(repeated):,}; keep one row of each, or collect the values of an id in a list"
             )
         ids, values = collected(ids, values)

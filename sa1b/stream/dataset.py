@@ -42,10 +42,10 @@ from sa1b.stream.text import ColumnError
 from sa1b.views.view import view_of
 
 if TYPE_CHECKING:
-    from sa1b.stream.columns import Column, TextColumn
+    from sa1b.stream.columns import Column
 
 
-class Stream(BatchStream):
+class Stream(BatchStream, SampleSource):
     """Micro-batches of one rank, in the order of the formula.
 
     Args:
@@ -158,8 +158,7 @@ class Stream(BatchStream):
         if block_size > 1:
             self.dataset.check_table()  # with blocks, the order depends on locations, not on a digest alone
             self.view = self.view.by_location(self.dataset.table)
-        self.columns: dict[str, Column] = {}
-        self.text: TextColumn | None = None
+        self.columns, self.text = {}, None
         if join or text is not None:
             from sa1b.stream import columns
 
@@ -214,18 +213,8 @@ class Stream(BatchStream):
             f"position {self.position:,})"
         )
 
-    def sources(self) -> list[SampleSource]:
-        source = SampleSource(
-            dataset=self.dataset,
-            view=self.view,
-            plan=self.plan,
-            seed=self.seed,
-            options=self.options,
-            decoder=self.decoder,
-            columns=self.columns,
-            text=self.text,
-        )
-        return [source]
+    def sources(self) -> dict[Any, SampleSource]:
+        return {None: self}
 
     def identity(self) -> dict[str, Any]:
         condition = self.view.masks_where

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
@@ -30,8 +30,9 @@ from sa1b.stream.device import HELD, DeviceStage
 from sa1b.stream.iterations import closed_at_exit
 from sa1b.stream.maker import Job, Made, Slots, Threads, overdue, waits_for
 from sa1b.stream.pending import READ, named
-from sa1b.stream.processes import AHEAD, Processes, Unpickler, sent, server
+from sa1b.stream.processes import AHEAD, Processes, sent, server
 from sa1b.stream.stats import Snapshot
+from sa1b.stream.worker_memory import loads
 from sa1b.workers import available_cpus
 
 _THREADS = 2  # of each of several processes
@@ -112,10 +113,9 @@ class Loader:
         self._ahead = max(self.prefetch + 1, AHEAD * self.processes if self.processes > 1 else 0)
         self._stage = DeviceStage(stream, self.device, dense, read_only=read_only, keep=prefetch + 3)
         self._makers: Threads | Processes | None = None
-        self._slots: Slots
         self._flying = deque[Job]()  # jobs whose batches the caller has not taken
         self._made = dict[int, Made]()  # by number; batches that wait for their turn
-        self._new_slots()
+        self._slots = self._new_slots()
         if self.processes > 1:
             server()  # it imports for seconds, while the caller builds the model
         if not quiet:
@@ -138,8 +138,17 @@ class Loader:
 
     def _batches(self) -> Generator[Batch, None, None]:
         pieces = enumerate(self.stream.plan.micro_batches(self.stream.begin()))
-        ends = False
-        with self._iteration() as (iteration, makers):
+        self._end(int(self._slots.iteration[0]))  # one that was left without an end
+        iteration, ends = int(self._slots.iteration[0]), False
+        workers = min(available_cpus(), self.processes * self.threads)
+        with self._stage.used(self._slots.array, workers), contextlib.ExitStack() as ending:
+            if self.processes == 1:
+                ending.enter_context(self.stream.used())
+                self._makers = Threads(self.stream, self.threads, self._slots, self._stage.side)
+            elif not isinstance(self._makers, Processes) or not self._makers.workers:
+                self._makers = Processes(self._sent, self.processes, self.threads, self._slots)
+            makers = self._makers
+            ending.callback(self._end, iteration)
             while True:
                 if iteration != self._slots.iteration[0]:
                     raise UsageError(
@@ -176,46 +185,23 @@ class Loader:
                 yield self.stream.taken(batch)
                 del batch  # its memory may be used for the next one
 
-    @contextlib.contextmanager
-    def _iteration(self) -> Iterator[tuple[int, Threads | Processes]]:
-        """The number of an iteration that begins, and what makes its batches."""
-        self._drop_jobs()
-        self._close_threads(self._makers)  # those of an iteration that was left without an end
-        iteration = int(self._slots.iteration[0])
-        workers = min(available_cpus(), self.processes * self.threads)
-        with contextlib.ExitStack() as ending:
-            ending.enter_context(self._stage.used(self._slots.array, workers))
-            if self.processes > 1:
-                if not isinstance(self._makers, Processes) or not self._makers.workers:
-                    self._makers = Processes(self._sent, self.processes, self.threads, self._slots)
-            else:
-                ending.enter_context(self.stream.used())
-                threads = self._makers = Threads(self.stream, self.threads, self._slots, self._stage.side)
-                ending.callback(self._close_threads, threads)
-            try:
-                yield iteration, self._makers
-            finally:
-                if iteration == self._slots.iteration[0]:
-                    self._drop_jobs()
-
-    def _close_threads(self, threads: Threads | Processes | None) -> None:
-        """End the threads of an iteration. If one hangs, it may still write into the slots."""
-        if isinstance(threads, Threads) and threads is self._makers:
-            self._makers = None
-            if not threads.close():
-                self._new_slots()
-
-    def _drop_jobs(self) -> None:
-        """From now on, batches of earlier jobs are dropped when they arrive."""
+    def _end(self, iteration: int) -> None:
+        """End an iteration that has not ended: its batches are dropped when they arrive."""
+        if iteration != self._slots.iteration[0]:
+            return
         self._slots.iteration[0] += 1
         self._made.clear()
         self._flying.clear()
+        if isinstance(threads := self._makers, Threads):
+            self._makers = None
+            if not threads.close():  # one that hangs may still write into the slots
+                self._slots = self._new_slots()
 
-    def _new_slots(self) -> None:
+    def _new_slots(self) -> Slots:
         options, elsewhere = self.stream.options, self.stream.decoder.device.type != "cpu"
         images = (self.stream.plan.micro_batch, options.image_size, options.image_size, 3)
         shared, count = self.processes > 1, self._ahead + HELD
-        self._slots = Slots(count, images, options.masks, shared=shared, elsewhere=elsewhere)
+        return Slots(count, images, options.masks, shared=shared, elsewhere=elsewhere)
 
     def _free_slot(self, makers: Threads | Processes) -> int | None:
         """A slot that nothing uses. Waits for a copy to a GPU if there is no other."""
@@ -272,7 +258,7 @@ class Loader:
         memory = self._slots.memory(job.slot)
         whole = torch.from_numpy(memory)  # the tensors are its views: views by numpy would not keep `memory`
         if isinstance(batch, bytes):
-            batch = Unpickler(batch, whole).load()
+            batch = loads(batch, memory)
         elif self.device.type == "cpu":
             images = whole[: batch.images.nbytes].view(len(batch), *self._slots.images[1:])
             batch = replace(batch, images=images.permute(0, 3, 1, 2))
@@ -327,21 +313,18 @@ class Loader:
         return {"read": unread, "decode": read, "device": len(self._made)}
 
     def _memory(self) -> str:
-        size, images, masks = self.stream.options.image_size, self.stream.plan.micro_batch, self.dense or 0
+        options, images, on_cpu = self.stream.options, self.stream.plan.micro_batch, self.device.type == "cpu"
         # While the caller asks for the next batch, it holds one, and the others are in flight. On a CPU, only
         # the next one of these has dense masks.
-        whole, on_cpu = self._ahead + 1, self.device.type == "cpu"
-        place = "of memory" if on_cpu else "on the device"
-        of_images = f"{whole * images * size * size * 3 / 1e6:,.0f} MB {place} for images"
-        text = f"{whole} batches of up to {images} images, {of_images}"
-        if masks:
-            mask_bytes = images * self.stream.options.masks * masks**2
-            text += f" and {(2 if on_cpu else whole) * mask_bytes / 1e6:,.0f} MB for masks"
-        if on_cpu:
-            return text
+        whole, place = self._ahead + 1, "of memory" if on_cpu else "on the device"
+        size = f"{whole * images * options.image_size**2 * 3 / 1e6:,.0f} MB {place}"
+        text = f"{whole} batches of up to {images} images, {size} for images"
+        if self.dense:
+            masks = (2 if on_cpu else whole) * images * options.masks * self.dense**2
+            text += f" and {masks / 1e6:,.0f} MB for masks"
         if self.stream.decoder.device.type != "cpu":
-            return f"{text}, decoded there by {self.stream.options.decoder}"
-        return f"{text}, {self._slots.array.nbytes / 1e6:,.0f} MB of pinned memory"
+            return f"{text}, decoded there by {options.decoder}"
+        return text if on_cpu else f"{text}, {self._slots.array.nbytes / 1e6:,.0f} MB of pinned memory"
 
 
 @cache

@@ -9,10 +9,8 @@ A slot is memory that all processes share. It is an anonymous file, so a killed 
 the size of /dev/shm is no limit.
 """
 
-import mmap
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +34,7 @@ from sa1b.stream.device import SideStream
 from sa1b.stream.pending import DECODED, READ, PendingBatch
 from sa1b.stream.plan import MicroBatch
 from sa1b.stream.stats import Busy
+from sa1b.stream.worker_memory import mapped
 
 _PAGE = 4096
 _MASK_BYTES = 4096  # of a slot for each mask; the runs of a mask take 600 bytes in the mean
@@ -75,8 +74,7 @@ class Slots:
         else:
             self._file = os.memfd_create("sa1b-loader", os.MFD_CLOEXEC) if file is None else file.detach()
             weakref.finalize(self, os.close, self._file)  # the memory stays while an array refers to it
-            os.ftruncate(self._file, length)
-            self.array = np.frombuffer(mmap.mmap(self._file, length), np.uint8)
+            self.array = mapped(self._file, length)
         self.iteration = self.array[:8].view(np.int64)
         if file is None:
             self.iteration[0] = 0
@@ -143,7 +141,7 @@ class Made:
     """The batch of a job, or its error, or neither if its iteration has ended."""
 
     job: Job
-    # From a process: its pickle, see `Unpickler`. None: there is none, or it is on its way to the device.
+    # From a process: its pickle. None: there is none, or it is on its way to the device.
     batch: Batch | bytes | None = None
     error: BaseException | None = None
     damage: list[dict[str, Any]] = field(default_factory=list)
@@ -154,34 +152,24 @@ class Made:
 Deliver = Callable[[Made, Tensor], None]
 
 
-@dataclass(slots=True, eq=False)
-class _Work:
-    made: Made  # so far
-    memory: Tensor
-    pending: PendingBatch
-    left: int  # shares
-    errors: dict[int, BaseException] = field(default_factory=dict)  # by the first sample of the share
-
-
 class Maker:
     """Makes batches with threads, and delivers each with its slot. `packs`: all tensors go into the slot."""
 
     def __init__(
         self, stream: BatchStream, threads: int, slots: Slots, deliver: Deliver, *, packs: bool
     ) -> None:
-        self._sources, self._order = stream.sources(), stream.plan.order
-        self._decoder, self._threads, self._slots = stream.decoder, threads, slots
+        self._stream, self._threads, self._slots = stream, threads, slots
         self._deliver, self._packs = deliver, packs
         self._side: SideStream | None = None  # of a decoder on a GPU
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sa1b-loader")
-        self._lock, self._working = threading.Lock(), dict[int, _Work]()  # by slot
+        self._lock, self._working = threading.Lock(), dict[int, PendingBatch]()  # by slot
 
     def begin(self, job: Job) -> None:
         """Start to read a batch. It is delivered when it is made, as every error is."""
         memory, made = torch.from_numpy(self._slots.memory(job.slot)), Made(job)
         try:
-            pending = PendingBatch(self._sources, self._order, job.piece)
-            pending.damage = made.damage
+            pending = self._stream.submit(job.piece)
+            made.damage, made.busy = pending.damage, pending.busy
             shape = (len(pending), *self._slots.images[1:])
             if self._side is None:
                 pending.images = memory[: int(np.prod(shape))].view(shape)
@@ -190,64 +178,60 @@ class Maker:
             pending.progress = self._slots.progress(job)
             share = -(-len(pending) // self._threads) or 1
             starts = range(0, len(pending), share) or range(1)
-            work = self._working[job.slot] = _Work(made, memory, pending, len(starts))
+            self._working[job.slot], pending.left = pending, len(starts)
             for start in starts:
-                self._pool.submit(self._make, work, start, min(start + share, len(pending)))
+                stop = min(start + share, len(pending))
+                self._pool.submit(self._make, made, pending, memory, start, stop)
         except BaseException as error:
             made.error = error
             self._deliver(made, memory)
 
     def close(self) -> bool:
         """End the work; return False if a thread hangs."""
-        for work in list(self._working.values()):
-            work.pending.cancel()
+        for pending in list(self._working.values()):
+            pending.cancel()
         end = partial(self._pool.shutdown, wait=True, cancel_futures=True)
         ending = threading.Thread(target=end, daemon=True)
         ending.start()
         ending.join(_CLOSING)
         return not ending.is_alive()
 
-    def _make(self, work: _Work, start: int, stop: int) -> None:
+    def _make(self, made: Made, pending: PendingBatch, memory: Tensor, start: int, stop: int) -> None:
         """Make a share of a batch; the thread that is last makes the rest."""
-        made, busy = work.made, Busy()
+        busy = Busy()
         try:
             if self._is_wanted(made.job):
                 if self._side is not None:
                     self._side.begin_thread()
-                busy = work.pending.pick(start, stop)
-                if not self._decoder.batched:
-                    busy.merge(work.pending.decode(start, stop))
+                pending.pick(start, stop, busy)
+                if not self._stream.decoder.batched:
+                    pending.decode(start, stop, busy)
         except BaseException as error:
-            work.errors[start] = error
+            pending.errors[start] = error
         with self._lock:
             made.busy.merge(busy)
-            work.left -= 1
-            if work.left:
+            pending.left -= 1
+            if pending.left:
                 return
             del self._working[made.job.slot]
         try:
-            if work.errors:
-                made.error = work.errors[min(work.errors)]
+            if pending.errors:
+                made.error = pending.errors[min(pending.errors)]
             elif self._is_wanted(made.job):
-                made.batch = self._finish(work)
+                if self._stream.decoder.batched:
+                    with nullcontext() if self._side is None else self._side.current():
+                        pending.decode(0, len(pending), made.busy)
+                made.batch = pending.collate()
+                if self._packs:
+                    room = memory[self._slots.pixels :]
+                    made.batch = made.batch.pack(
+                        lambda n: room if n <= len(room) else torch.empty(n, dtype=torch.uint8)
+                    )
         except BaseException as error:
-            made.error = error
+            made.batch, made.error = None, error
         if made.batch is None:
-            work.pending.cancel()
-        self._deliver(made, work.memory)
-
-    def _finish(self, work: _Work) -> Batch:
-        pending, busy = work.pending, work.made.busy
-        if self._decoder.batched:
-            with nullcontext() if self._side is None else self._side.current():
-                busy.merge(pending.decode(0, len(pending)))
-        began = time.perf_counter()
-        batch = pending.collate()
-        if self._packs:
-            room = work.memory[self._slots.pixels :]
-            batch = batch.pack(lambda n: room if n <= len(room) else torch.empty(n, dtype=torch.uint8))
-        busy.add("collate", 0, time.perf_counter() - began)
-        return batch
+            pending.cancel()
+        self._deliver(made, memory)
 
     def _is_wanted(self, job: Job) -> bool:
         return bool(job.iteration == self._slots.iteration[0])

@@ -24,7 +24,6 @@ from sa1b.stream.dataset import Stream
 from sa1b.stream.iterations import Iterations
 from sa1b.stream.mixture import Mixture, Phase, whole_weights
 from sa1b.stream.order import Sequential
-from sa1b.stream.pending import SampleSource
 from sa1b.stream.plan import MAX_POSITION, ResumeError, checked_position
 from sa1b.stream.stats import PipelineStats
 
@@ -125,12 +124,8 @@ class Mix(BatchStream):
             stream.use_decoder(name)
         super().use_decoder(name)
 
-    def sources(self) -> list[SampleSource]:
-        return [
-            replace(source, name=name, decoder=self.decoder)
-            for name, stream in self.streams.items()
-            for source in stream.sources()
-        ]
+    def sources(self) -> dict[str, Stream]:
+        return self.streams
 
     def identity(self) -> dict[str, Any]:
         phases = self.plan.order.phases if isinstance(self.plan.order, Mixture) else ()

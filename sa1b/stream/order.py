@@ -109,16 +109,15 @@ class Sequential:
     endless: ClassVar[bool] = False
     block_size: ClassVar[int] = 1
 
-    def rows(self, positions: Int64) -> tuple[Int64, npt.NDArray[np.bool_]]:
-        """The rows at these positions, int64, and whether each is valid."""
-        return np.minimum(positions, self.count - 1), positions < self.count
+    def rows(self, positions: Int64) -> Int64:
+        """The rows at these positions, int64."""
+        return np.minimum(positions, self.count - 1)
 
     def locate(self, positions: Int64) -> Located:
         """For each position the number of its source, the row in this source, and whether it is valid."""
-        rows, valid = self.rows(positions)
-        starts = self._starts()
+        rows, starts = self.rows(positions), self._starts()
         source: Int64 = np.searchsorted(starts[1:], rows, "right")
-        return source, rows - starts[source], valid
+        return source, rows - starts[source], positions < self.count
 
     def seen(self, position: int) -> tuple[int, ...]:
         """Samples of each source before a position."""

@@ -1,17 +1,17 @@
 """A micro-batch on its way from storage to tensors, and where its samples come from.
 
 pending = PendingBatch(sources, order, piece)   the reads of all samples are in flight
-pending.pick(start, stop)                       waits for the bytes of samples and chooses their masks
-pending.decode(start, stop)                     decodes them, or substitutes of damaged ones, into `images`
+pending.pick(start, stop, busy)                 waits for the bytes of samples and chooses their masks
+pending.decode(start, stop, busy)               decodes them, or substitutes of damaged ones, into `images`
 pending.collate()                               the batch
 
 Threads may each call `pick` and `decode` for a share of the samples.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,9 +44,8 @@ READ, DECODED = 1, 2  # the progress of a sample; 0 before
 _REPLACED = "the source may have been replaced or dropped since the dataset was opened; open it again"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class SampleSource:
-    """Where the samples of a stream come from, and how each is made; the fields are those of `Stream`."""
+    """A `Stream` as the place where samples come from; see there."""
 
     dataset: Dataset
     view: View
@@ -56,17 +55,14 @@ class SampleSource:
     decoder: Decoder
     columns: "dict[str, Column]"
     text: "TextColumn | None"
-    name: str | None = None  # in a mixture
 
     def rows(self, positions: npt.NDArray[np.int64]) -> list[int]:
         """The rows of the sample table at positions of this source's order."""
-        order = self.plan.order
-        assert not isinstance(order, Mixture)
-        indices = order.rows(positions)[0] if isinstance(order, Sequential) else order.rows(positions)
-        rows: list[int] = self.view.table_rows(indices).tolist()
+        assert not isinstance(self.plan.order, Mixture)
+        rows: list[int] = self.view.table_rows(self.plan.order.rows(positions)).tolist()
         return rows
 
-    def read(self, rows: list[int]) -> list[PendingRead]:
+    def reads(self, rows: list[int]) -> list[PendingRead]:
         """Start reading samples. Texts of layers are joined only if the condition on masks reads them."""
         condition = self.view.masks_where
         reads_text = condition is not None and not condition.fields.isdisjoint(ORIGIN_FIELDS)
@@ -87,14 +83,21 @@ class SampleSource:
             "reason": str(error)[:1000],
             # An evaluation reads the same image each time.
             "once": isinstance(self.plan.order, Sequential),
-        } | ({} if self.name is None else {"source": self.name})
+        }
 
-    def where(self, row: int) -> str:
+    def place(self, row: int) -> str:
         """Image, shard and offset of a row of the sample table, for messages."""
         table = self.dataset.table
         shard = self.dataset.reader.url(self.dataset.shards[int(table.shard[row])])
-        source = "" if self.name is None else f"source {self.name}: "
-        return f"{source}image {table.image_id[row]} in {shard} at offset {table.offset[row]:,}"
+        return f"image {table.image_id[row]} in {shard} at offset {table.offset[row]:,}"
+
+
+Sources = Mapping[Any, SampleSource]  # by name in a mixture, else by None
+
+
+def where(name: Any, source: SampleSource, row: int) -> str:
+    """A sample, for messages."""
+    return source.place(row) if name is None else f"source {name}: {source.place(row)}"
 
 
 @contextmanager
@@ -114,14 +117,13 @@ class PendingBatch:
     without masks and sets its `valid` to False: with a substitute, the evaluation would not be comparable.
     """
 
-    def __init__(
-        self, sources: list[SampleSource], order: Order | Sequential | Mixture, piece: MicroBatch
-    ) -> None:
+    def __init__(self, sources: Sources, order: Order | Sequential | Mixture, piece: MicroBatch) -> None:
         which, local, valid = order.locate(np.arange(piece.start, piece.stop))
         count = len(which)
-        # One source, or those of a mixture, which have the same decoder and image size; of each sample, the
-        # number of its source, its position in the order of this source, and whether it is no padding.
-        self.sources, self.piece = sources, piece
+        # Of each sample, the number of its source, its position in the order of this source, and whether it
+        # is no padding. All sources have the decoder and the image size of the first one.
+        self.names, self.sources = list(sources), list(sources.values())
+        self.source, self.piece = self.sources[0], piece
         self.which: list[int] = which.tolist()
         self.local, self.valid = local.tolist(), valid.tolist()
         self.rows = [0] * count  # of the sample table; of a damaged sample, that of its substitute
@@ -132,44 +134,38 @@ class PendingBatch:
         self.progress = np.zeros(count, np.uint8)  # READ or DECODED; other processes may see it
         self.images = torch.empty(0)  # uint8 [B, S, S, 3], on the decoder's device, by whoever decodes
         self.damage = list[dict[str, Any]]()  # for whoever delivers the batch to log
-        self.busy = Busy()  # by `finish`
-        for number, source in enumerate(sources):
+        self.busy = Busy()  # likewise
+        self.left, self.errors = (
+            0,
+            dict[int, BaseException](),
+        )  # shares that are not made; by their first sample
+        for number, source in enumerate(self.sources):
             here = np.flatnonzero(which == number)
             chosen = source.rows(local[here])
             _put(self.rows, chosen, here)
-            _put(self.reads, source.read(chosen), here)
+            _put(self.reads, source.reads(chosen), here)
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def source(self) -> SampleSource:
-        """The first source, for what all have in common: decoder, image size, statistics."""
-        return self.sources[0]
 
     def finish(self) -> Batch:
         """The batch, read and decoded by this thread; the errors are those of `pick` and `decode`."""
         size, count, decoder = self.source.options.image_size, len(self), self.source.decoder
         self.images = image_memory((count, size, size, 3), decoder.device)
         # All choices first: between two decodings, their code and data would leave the processor's caches.
-        self.busy.merge(self.pick(0, count))
-        self.busy.merge(self.decode(0, count))
-        began = time.perf_counter()
-        batch = self.collate()
-        self.busy.add("collate", 0, time.perf_counter() - began)
-        return batch
+        self.pick(0, count, self.busy)
+        self.decode(0, count, self.busy)
+        return self.collate()
 
-    def pick(self, start: int, stop: int) -> Busy:
+    def pick(self, start: int, stop: int, busy: Busy) -> None:
         """Wait for the bytes of samples and choose their masks; StorageError: the storage is unavailable."""
-        busy = Busy()
         for i in range(start, stop):
             self._pick(i, busy)
             self.progress[i] = READ
-        return busy
 
-    def decode(self, start: int, stop: int) -> Busy:
+    def decode(self, start: int, stop: int, busy: Busy) -> None:
         """Decode the images of picked samples or of their substitutes. Raises the errors of `pick`."""
-        busy, step = Busy(), stop - start if all(self.encoded[start:stop]) else 1
+        step = stop - start if all(self.encoded[start:stop]) else 1
         for first in range(start, stop, step or 1):
             for i, failed in enumerate(self._decode(first, first + step, busy), first):
                 error = failed
@@ -179,7 +175,6 @@ class PendingBatch:
                     (error,) = self._decode(i, i + 1, busy)
         self.encoded[start:stop] = [None] * (stop - start)  # frees the JPEG's bytes
         self.progress[start:stop] = DECODED
-        return busy
 
     def _decode(self, start: int, stop: int, busy: Busy) -> list[BadSample | None]:
         images = [image for image in self.encoded[start:stop] if image is not None]
@@ -223,7 +218,8 @@ class PendingBatch:
         """Note a damaged sample and begin to read its substitute; False: it is black and needs no reading."""
         source, position, row = self.sources[self.which[i]], self.piece.start + i, self.rows[i]
         order, tried = source.plan.order, self.substitutes[i]
-        self.damage.append(source.damage(row, position, damage))
+        name = self.names[self.which[i]]
+        self.damage.append(source.damage(row, position, damage) | ({} if name is None else {"source": name}))
         if isinstance(order, Sequential):
             size, image_id = source.options.image_size, int(source.dataset.table.image_id[row])
             self.samples[i] = no_masks(image_id, Frame.whole_image(size, size, size))
@@ -234,50 +230,54 @@ class PendingBatch:
         assert isinstance(order, Order)
         index = order.substitute(self.local[i], tried)
         self.rows[i] = int(source.view.table_rows(np.array([index]))[0])
-        self.reads[i : i + 1] = source.read([self.rows[i]])
+        self.reads[i : i + 1] = source.reads([self.rows[i]])
         self.substitutes[i] += 1
         return True
 
     def _where(self, position: int) -> str:
         i = position - self.piece.start
-        return self.sources[self.which[i]].where(self.rows[i])
+        return where(self.names[self.which[i]], self.sources[self.which[i]], self.rows[i])
 
     def collate(self) -> Batch:
         """The batch of all samples, once they are decoded."""
+        began = time.perf_counter()
         with named(self.piece, self._where):
-            piece = self.piece
-            batch = collate(
-                self.images, self.samples, range(piece.start, piece.stop), self.valid, piece.position
-            )
-            which = np.array(self.which, np.int64)
-            if self.source.name is not None:
-                names = tuple(self.sources[source].name or "" for source in self.which)
-                batch = replace(batch, source=names, source_index=torch.from_numpy(which))
-            ids, local, image = batch.ids.numpy(), np.array(self.local, np.int64), batch.masks.image.numpy()
-            extra: dict[str, list[Any]] = {}
-            texts, text = list[Row | None](), None
-            for number, source in enumerate(self.sources):
-                of_masks = np.flatnonzero(which[image] == number), batch.mask_ids.numpy()
-                by_key = {"image_id": (np.flatnonzero(which == number), ids), "mask_id": of_masks}
-                for name, column in source.columns.items():
-                    rows, values = by_key[column.key]
-                    _put(extra.setdefault(name, [None] * len(values)), column.lookup(values[rows]), rows)
-                if source.text is None:
-                    continue
-                text = source.text
-                rows, values = by_key[text.column.key]
-                images, indices = rows, np.zeros(len(rows), np.int64)
-                if text.column.key == "mask_id":
-                    images, indices = image[rows], batch.mask_index.numpy()[rows]
-                epochs = local[images] // source.plan.order.count
-                strings, read = text.read(source.seed, values[rows], ids[images], epochs, indices)
-                _put(extra.setdefault(text.column.name, [None] * len(values)), strings, rows)
-                texts = texts or [None] * len(values)
-                _put(texts, read, rows)
-            if text is None:
-                return replace(batch, extra=extra)
-            longest = max(source.text.options.length for source in self.sources if source.text is not None)
-            return replace(batch, extra=extra, texts=joined(texts, text.column.key, longest, text.width))
+            batch = self._collated()
+        self.busy.add("collate", 0, time.perf_counter() - began)
+        return batch
+
+    def _collated(self) -> Batch:
+        piece = self.piece
+        batch = collate(self.images, self.samples, range(piece.start, piece.stop), self.valid, piece.position)
+        which = np.array(self.which, np.int64)
+        if self.names[0] is not None:
+            names = tuple(self.names[source] for source in self.which)
+            batch = replace(batch, source=names, source_index=torch.from_numpy(which))
+        ids, local, image = batch.ids.numpy(), np.array(self.local, np.int64), batch.masks.image.numpy()
+        extra: dict[str, list[Any]] = {}
+        texts, text = list[Row | None](), None
+        for number, source in enumerate(self.sources):
+            of_masks = np.flatnonzero(which[image] == number), batch.mask_ids.numpy()
+            by_key = {"image_id": (np.flatnonzero(which == number), ids), "mask_id": of_masks}
+            for name, column in source.columns.items():
+                rows, values = by_key[column.key]
+                _put(extra.setdefault(name, [None] * len(values)), column.lookup(values[rows]), rows)
+            if source.text is None:
+                continue
+            text = source.text
+            rows, values = by_key[text.column.key]
+            images, indices = rows, np.zeros(len(rows), np.int64)
+            if text.column.key == "mask_id":
+                images, indices = image[rows], batch.mask_index.numpy()[rows]
+            epochs = local[images] // source.plan.order.count
+            strings, read = text.read(source.seed, values[rows], ids[images], epochs, indices)
+            _put(extra.setdefault(text.column.name, [None] * len(values)), strings, rows)
+            texts = texts or [None] * len(values)
+            _put(texts, read, rows)
+        if text is None:
+            return replace(batch, extra=extra)
+        longest = max(source.text.options.length for source in self.sources if source.text is not None)
+        return replace(batch, extra=extra, texts=joined(texts, text.column.key, longest, text.width))
 
     def cancel(self) -> None:
         """Cancel all pending reads."""

@@ -5,7 +5,6 @@ server of multiprocessing's "forkserver", which has imported what they need, has
 imports the caller's program. A process ends when its pipe closes or the loader's process has ended.
 """
 
-import io
 import multiprocessing
 import os
 import pickle
@@ -15,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
@@ -30,6 +29,7 @@ from sa1b.errors import Sa1bError
 from sa1b.stream.batch import Batch
 from sa1b.stream.batch_stream import BatchStream
 from sa1b.stream.maker import Job, Made, Maker, Slots
+from sa1b.stream.worker_memory import dumps
 
 AHEAD = 2  # jobs of a process: while a batch is decoded, the next one is read
 _LOOK = 1.0  # seconds between two looks at processes that send nothing
@@ -176,40 +176,6 @@ def _end(workers: list[_Process], *, kill: bool = False) -> None:
             process.join(_ENDING)
 
 
-class _Pickler(pickle.Pickler):
-    """A tensor in the slot is its place there."""
-
-    def __init__(self, file: io.BytesIO, memory: Tensor) -> None:
-        super().__init__(file, 5)
-        self._first, self._size = memory.data_ptr(), memory.nbytes
-
-    def persistent_id(self, value: object) -> Any:
-        if not isinstance(value, Tensor):
-            return None
-        place = value.data_ptr() - self._first
-        if 0 <= place < self._size:
-            return place, value.dtype, tuple(value.shape), value.stride(), None
-        flat = value.contiguous()  # empty, or of a batch for which the slot is too small
-        data = flat.view(-1).view(torch.uint8).numpy().tobytes()
-        return 0, value.dtype, tuple(value.shape), flat.stride(), data
-
-
-class Unpickler(pickle.Unpickler):
-    """Reads the batch of a process; its tensors are views of `memory`."""
-
-    def __init__(self, data: bytes, memory: Tensor) -> None:
-        super().__init__(io.BytesIO(data))
-        self._memory = memory
-
-    def persistent_load(self, place: Any) -> Tensor:
-        start, dtype, shape, stride, data = place
-        memory = self._memory
-        if data is not None:
-            memory = torch.frombuffer(bytearray(data or 8), dtype=torch.uint8)
-        stop = len(memory) - (len(memory) - start) % dtype.itemsize
-        return memory[start:stop].view(dtype).as_strided(shape, stride)
-
-
 def _work(pipe: Connection, slots: Slots, threads: int, parent: int) -> None:
     """The main function of a process: makes batches until the pipe closes or the parent ends."""
     # They are sent to the whole group: the parent decides.
@@ -233,10 +199,7 @@ def _make_batches(stream: BatchStream, pipe: Connection, slots: Slots, threads: 
     def deliver(made: Made, memory: Tensor) -> None:
         try:
             if isinstance(made.batch, Batch):
-                file, batch, last = io.BytesIO(), made.batch, memory[-1:].data_ptr()
-                in_slot = batch.buffer is not None and memory.data_ptr() <= batch.buffer.data_ptr() <= last
-                _Pickler(file, memory).dump(batch if in_slot else replace(batch, buffer=None))
-                made.batch = file.getvalue()
+                made.batch = dumps(made.batch, memory)
         except Exception as error:
             made.batch, made.error = None, error
         if made.error is not None:

@@ -25,12 +25,11 @@ from sa1b.console import counted
 from sa1b.report import bar
 from sa1b.shards.sample import PendingRead, location_of
 from sa1b.storage.errors import DamageError
-from sa1b.stream.bottleneck import LoaderSettings, limit_of, remedy
 from sa1b.stream.dataset import Stream
 from sa1b.stream.decode import EncodedImage
 from sa1b.stream.decoders import LANES, GpuDecoder
 from sa1b.stream.loader import Loader
-from sa1b.stream.stats import STAGES, limiting
+from sa1b.stream.stats import STAGES, Busy, LoaderSettings, limit_of, limiting, remedy
 
 LABELS = {
     "read": "reading",
@@ -138,12 +137,12 @@ def storage_reads(stream: Stream, pool: ThreadPoolExecutor, threads: int, sizes:
             return len(read.begun.result())
         return 0
 
-    pieces, (source,) = stream.plan.micro_batches(0), stream.sources()
+    pieces = stream.plan.micro_batches(0)
     ahead = max(1, 2 * threads // stream.plan.micro_batch)
     while True:
         reads: list[PendingRead] = []
         for piece in itertools.islice(pieces, ahead):
-            rows = source.rows(np.arange(piece.start, piece.stop))
+            rows = stream.rows(np.arange(piece.start, piece.stop))
             if stream.dataset.reader.is_local:
                 _forget(stream, rows)
             reads += stream.dataset.submit(rows)
@@ -165,7 +164,7 @@ def _images(stream: Stream) -> list[EncodedImage]:
     images: list[EncodedImage] = []
     for piece in stream.plan.micro_batches(0):
         pending = stream.submit(piece)
-        pending.pick(0, len(pending))
+        pending.pick(0, len(pending), Busy())
         images += filter(None, pending.encoded)
         if len(images) >= _SAMPLES:
             break

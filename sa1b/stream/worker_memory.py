@@ -1,54 +1,61 @@
-"""A DataLoader's worker process: how its batches reach the training process, and when it ends.
+"""Batches in memory of another process: those of a DataLoader's workers and of a loader's processes.
 
-torch pickles a batch in a thread, which drops a batch that fails (TMPDIR is too long for the path of a
-socket, `ulimit -n` is low, /dev/shm is full), and the training process waits for it forever. In a prepared
-worker the error replaces the batch.
-
-New shared memory takes 3 ms for an image of 1024 x 1024 pixels. A worker therefore decodes into memory that
-it reuses when no tensor of the worker, or sent from it, refers to it any more. A thread ends the worker when
-the training process has ended: other workers hold the end of its pipe too.
+A worker decodes into anonymous files, which it reuses when no tensor of either process refers to them: new
+shared memory takes 3 ms for an image of 1024 x 1024 pixels. The rest of a batch is sent as bytes: a tensor in
+shared memory takes the receiver 0.5 ms. torch pickles in a thread, which drops what fails, and the training
+process waits for it forever; here the error replaces the batch. A thread ends the worker when the training
+process has ended: other workers hold the end of its pipe too.
 """
 
+import io
+import mmap
 import os
-import shutil
+import pickle
 import signal
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
-from multiprocessing import current_process, parent_process
+from dataclasses import replace
+from functools import partial
+from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.multiprocessing import get_sharing_strategy
 
 from sa1b.errors import Sa1bError
 from sa1b.stream.batch import Batch
 from sa1b.stream.ragged import fresh
 
-_SMALL = 4096  # bytes of a tensor that a worker process sends without shared memory
-_BUFFERS = 8  # of a worker; further batches have new memory
-_HEAD = 64  # bytes before the pixels: for each tensor that was sent from the buffer, 1 when it is released
+_SMALL = 4096  # bytes of images that are sent as bytes too
+_BUFFERS = 8  # of a worker; further batches have new memory, and are sent as bytes
+_HEAD = 64  # bytes before the pixels: for each batch that was sent from the buffer, 1 when it is released
+_NONE = torch.empty(0, dtype=torch.uint8)
 _workers: dict[int, list["_Buffer"]] = {}  # by process id, because a fork inherits it
+
+
+class TransportError(Sa1bError):
+    """A worker process cannot send its batches; the message says why and what to change."""
+
+
+def mapped(file: int, size: int) -> npt.NDArray[np.uint8]:
+    """The memory of an anonymous file, which stays while an array refers to it."""
+    os.ftruncate(file, size)
+    return np.frombuffer(mmap.mmap(file, size), np.uint8)
 
 
 class _Buffer:
     def __init__(self, size: int) -> None:
-        # A tensor that is moved to shared memory leaves its first memory to the worker, unused.
-        storage: Any = torch.UntypedStorage
-        self.memory = torch.empty(0, dtype=torch.uint8).set_(storage._new_shared(_HEAD + size))
-        self.array: npt.NDArray[np.uint8] = self.memory.numpy()
-        self.sent = 0  # number of tensors since `take`
+        self.file = os.memfd_create("sa1b-images", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.file).atexit = False
+        self.array = mapped(self.file, _HEAD + size)
+        self.sent = 0  # batches since `take`
         self.is_lent = False  # a tensor of this process refers to it
 
     def is_free(self) -> bool:
@@ -70,27 +77,10 @@ def image_memory(shape: tuple[int, ...], device: torch.device) -> Tensor:
     if free is None:
         # A new list: the thread that sends batches may iterate over the other one.
         _workers[os.getpid()] = buffers = [one for one in buffers if not one.is_free()]
-        if len(buffers) < _BUFFERS:
-            try:
-                free = _Buffer(size)
-                buffers.append(free)
-            except (RuntimeError, OSError):  # sending the batch then says why
-                _remove_segments()
+        with suppress(AttributeError, OSError):  # macOS has none, or `ulimit -n` is low
+            if len(buffers) < _BUFFERS:
+                buffers.append(free := _Buffer(size))
     return fresh(shape, device) if free is None else free.take().view(shape)
-
-
-def _received(
-    memory: Tensor, number: int, start: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
-) -> Tensor:
-    array: npt.NDArray[np.uint8] = memory.numpy()
-    part = array[start:]
-    # In this process only: one that it has forked has a copy of the tensor.
-    Finalize(part, array.__setitem__, (number, 1))
-    return torch.from_numpy(part).view(dtype).as_strided(shape, stride)
-
-
-class TransportError(Sa1bError):
-    """A worker process cannot send its batches; the message says why and what to change."""
 
 
 def prepare_worker() -> None:
@@ -102,11 +92,10 @@ def prepare_worker() -> None:
     # Schedulers send it to all processes of a job, for the training process to save a checkpoint.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if (training := parent_process()) is not None:
-        arguments = (training.pid, _temporary_folder())
-        threading.Thread(target=_end_with, args=arguments, name="sa1b-end", daemon=True).start()
+        threading.Thread(target=_end_with, args=(training.pid,), name="sa1b-end", daemon=True).start()
 
 
-def _end_with(training: int, inherited: str | None) -> None:
+def _end_with(training: int) -> None:
     """End this process when the training process has ended, whatever its other threads wait for."""
     with suppress(ProcessLookupError):
         try:
@@ -115,69 +104,81 @@ def _end_with(training: int, inherited: str | None) -> None:
             while True:
                 os.kill(training, 0)
                 time.sleep(1)
-    # The folder for the sockets of tensors; an inherited one is of another process.
-    if (folder := _temporary_folder()) is not None and folder != inherited:
-        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
-
-
-def _temporary_folder() -> str | None:
-    process: Any = current_process()
-    folder: str | None = process._config.get("tempdir")  # of multiprocessing.util.get_temp_dir
-    return folder
-
-
-def _remove_segments() -> None:
-    """Remove, at once, what torch leaves where it cannot set the size of a segment."""
-    # Another thread has none without a size, because torch holds the interpreter's lock meanwhile.
-    strategy: Callable[[], str] = get_sharing_strategy
-    if strategy() == "file_descriptor":  # a segment that could be made has no name any more
-        for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"):
-            path.unlink(missing_ok=True)
 
 
 def _reduce(batch: Batch) -> tuple[Any, ...]:
     try:
-        # A pickle within the pickle: the tensors are shared here, where an error can still be replaced.
-        columns = {member.name: getattr(batch, member.name) for member in fields(batch)}
-        pickler = _Pickler if batch.buffer is None else ForkingPickler  # tensors of a packed batch are one
-        return _batch, (bytes(pickler.dumps(columns)),)
+        for buffer in _workers.get(os.getpid(), ()):
+            memory = torch.from_numpy(buffer.array)
+            if _place(batch.images, memory) is not None and buffer.sent < _HEAD:
+                data, buffer.sent = dumps(batch, memory), buffer.sent + 1
+                return _received, (os.getpid(), buffer.file, len(memory), buffer.sent - 1, data)
+        return loads, (dumps(batch, _NONE), _NONE.numpy())
     except Exception as error:
-        _remove_segments()
         message = (
-            f"worker process {os.getpid()} cannot send a batch: {type(error).__name__}: {error}. Tensors go "
-            f"through /dev/shm and a socket below {tempfile.gettempdir()}: set TMPDIR to a shorter path, "
-            "raise `ulimit -n`, or enlarge /dev/shm (docker run --shm-size)"
+            f"worker process {os.getpid()} cannot send a batch: {type(error).__name__}: {error}; "
+            "leave out of `batch.extra` what Python cannot pickle"
         )
         return _fail, (message,)
 
 
-class _Pickler(ForkingPickler):
-    """Sends small tensors as bytes: one in shared memory takes the receiver 0.5 ms, for its own socket."""
-
-    def reducer_override(self, value: object) -> Any:
-        if not isinstance(value, Tensor) or not value.is_cpu:
-            return NotImplemented
-        if value.nbytes <= _SMALL and value.is_contiguous():
-            row = value.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
-            return _tensor, (row.numpy().tobytes(), value.dtype, value.shape, value.stride())
-        for buffer in _workers.get(os.getpid(), ()):
-            start = value.data_ptr() - buffer.memory.data_ptr()
-            if _HEAD <= start < len(buffer.array) and buffer.sent < _HEAD:
-                buffer.sent += 1
-                place = start, value.dtype, value.shape, value.stride()
-                return _received, (buffer.memory, buffer.sent - 1, *place)
-        return NotImplemented
-
-
-def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.as_strided(shape, stride)
-
-
-def _batch(columns: bytes) -> Batch:
-    return Batch(**ForkingPickler.loads(columns))
-
-
 def _fail(message: str) -> NoReturn:
     raise TransportError(message)
+
+
+def _received(process: int, file: int, size: int, number: int, data: bytes) -> Batch:
+    theirs = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+    try:
+        array = mapped(theirs, size)
+    finally:
+        os.close(theirs)
+    whole = array[:]
+    # In this process only: one that it has forked has a copy of the tensor.
+    Finalize(whole, array.__setitem__, (number, 1))
+    return loads(data, whole)
+
+
+def dumps(batch: Batch, memory: Tensor) -> bytes:
+    """A pickle of a batch, in which a tensor in `memory`, uint8, is its place there."""
+    file = io.BytesIO()
+    # A buffer elsewhere would be sent beside the tensors that are its views.
+    is_inside = batch.buffer is not None and _place(batch.buffer, memory) is not None
+    _Pickler(file, memory).dump(batch if is_inside else replace(batch, buffer=None))
+    return file.getvalue()
+
+
+def loads(data: bytes, memory: npt.NDArray[np.uint8]) -> Batch:
+    """The batch of a pickle; its tensors are views of `memory`, which is in use until they are dropped."""
+    unpickler: Any = pickle.Unpickler(io.BytesIO(data))
+    unpickler.persistent_load = partial(_tensor, torch.from_numpy(memory))
+    batch: Batch = unpickler.load()
+    return batch
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, memory: Tensor) -> None:
+        super().__init__(file, 5)
+        self._memory = memory
+
+    def persistent_id(self, value: object) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        if (start := _place(value, self._memory)) is not None:
+            return start, value.dtype, tuple(value.shape), value.stride(), None
+        dense = value.clone()
+        data = dense.as_strided((value.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
+        return 0, value.dtype, tuple(value.shape), dense.stride(), data
+
+
+def _place(tensor: Tensor, memory: Tensor) -> int | None:
+    start = tensor.data_ptr() - memory.data_ptr()
+    return start if 0 <= start < memory.nbytes else None
+
+
+def _tensor(memory: Tensor, place: Any) -> Tensor:
+    start, dtype, shape, stride, data = place
+    if data is not None:
+        memory = torch.frombuffer(bytearray(data or 8), dtype=torch.uint8)
+    stop = len(memory) - (len(memory) - start) % dtype.itemsize
+    return memory[start:stop].view(dtype).as_strided(shape, stride)

@@ -6,8 +6,8 @@ import pytest
 
 import sa1b
 from benchmarks.gpu.stand_in import HostLane
-from sa1b.stream.bottleneck import LoaderSettings, limit_of, remedy
 from sa1b.stream.decoders import DECODERS, GpuDecoder
+from sa1b.stream.stats import LoaderSettings, limit_of, remedy
 from sa1b.stream.throughput import measure
 from tests.cli.verb import called, runner
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source

@@ -16,8 +16,7 @@ from sa1b.engine.watch.metrics import Window, figures_of
 from sa1b.engine.watch.watchdog import Phases
 from sa1b.recipes.presets import SAM_PRESETS
 from sa1b.sam.interactive import Interactive
-from sa1b.stream.bottleneck import BUSY, LoaderSettings
-from sa1b.stream.stats import STAGES
+from sa1b.stream.stats import BUSY, STAGES, LoaderSettings
 from tests.docs import generated
 
 

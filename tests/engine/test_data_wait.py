@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from sa1b.engine.watch.metrics import Window
-from sa1b.stream.bottleneck import BUSY, LoaderSettings, remedy
-from sa1b.stream.stats import STAGES
+from sa1b.stream.stats import BUSY, STAGES, LoaderSettings, remedy
 from tests.engine.stream_root import IMAGE_SIZE, feed_of, make_root
 
 SETTINGS = LoaderSettings(

@@ -324,7 +324,7 @@ def test_an_error_of_any_stage_is_delivered_with_its_sample(
     """Also with a batched decoder, which waits for all samples of a batch."""
     own = stream(root, epochs=1)
     piece = next(own.plan.micro_batches(0))
-    rows = own.sources()[0].rows(np.arange(piece.start, piece.stop))
+    rows = own.rows(np.arange(piece.start, piece.stop))
     sample = own.dataset[rows[at]]
 
     def raised(*_: object) -> None:

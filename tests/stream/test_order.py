@@ -366,7 +366,7 @@ def test_sequential_takes_every_sample_exactly_once(count, batch, data):
     for rank in range(world_size):
         mine = []
         for step in range(-(-count // batch)):
-            rows, valid = order.rows(span(*rank_slice(step * batch, batch, rank, world_size)))
+            _, rows, valid = order.locate(span(*rank_slice(step * batch, batch, rank, world_size)))
             assert (rows[~valid] == count - 1).all()
             mine += valid.tolist()
             seen += rows[valid].tolist()
@@ -377,7 +377,7 @@ def test_sequential_takes_every_sample_exactly_once(count, batch, data):
 
 def test_sequential_by_example():
     order = Sequential(7)
-    rows, valid = order.rows(span(6, 8))
+    _, rows, valid = order.locate(span(6, 8))
     assert rows.tolist() == [6, 6]
     assert valid.tolist() == [True, False]
 

@@ -28,8 +28,7 @@ from sa1b.engine.watch.watchdog import PARTS, Phases
 from sa1b.errors import UsageError
 from sa1b.shards.manifest import versions
 from sa1b.storage.atomic import append_line, write_whole
-from sa1b.stream.bottleneck import BUSY, DATA_WAIT, LoaderSettings, remedy
-from sa1b.stream.stats import STAGES, limiting
+from sa1b.stream.stats import BUSY, DATA_WAIT, STAGES, LoaderSettings, limiting, remedy
 from sa1b.version import __version__
 
 
