@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sa1b.stream.mixture import Mixture, Phase
-from sa1b.stream.order import Order
+from sa1b.stream.order import Mixture, Order, Phase
 from sa1b.stream.plan import Plan
 
 COUNTS, WEIGHTS = (30_000, 10_000), (3, 1)

@@ -26,7 +26,6 @@ from benchmarks.gpu.part import Record, Setting, Skipped
 from benchmarks.gpu.stand_in import HostLane
 from sa1b.stream.decode import CpuDecoder, EncodedImage
 from sa1b.stream.decoders import DECODERS, GpuDecoder
-from sa1b.stream.stats import Busy
 from sa1b.stream.transform import Frame
 
 NAME = "torchcodec"
@@ -50,7 +49,7 @@ def images_of(setting: Setting, kind: str, count: int) -> list[EncodedImage]:
     found: list[EncodedImage] = []
     for piece in stream.plan.micro_batches(0):
         pending = stream.submit(piece)
-        pending.pick(0, len(pending), Busy())
+        pending.pick(0, len(pending), pending.busy)
         found += filter(None, pending.encoded)
         if len(found) >= count:
             break

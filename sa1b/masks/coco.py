@@ -168,7 +168,6 @@ def _parse(
 
 
 def _decoded(runs: Runs, verdicts: npt.NDArray[np.uint8]) -> Runs:
-    """The runs; MaskError for the first mask that is not valid."""
     if verdicts.any():
         mask = int(np.flatnonzero(verdicts)[0])
         reason = REASONS[verdicts[mask]]

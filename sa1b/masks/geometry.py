@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from sa1b.arguments import BadValue
 from sa1b.masks import grid, shape_kernels
-from sa1b.masks.runs import Runs, check_size
+from sa1b.masks.runs import Runs, check_size, check_window
 
 
 def area(runs: Runs) -> npt.NDArray[np.int64]:
@@ -63,11 +63,7 @@ def crop(runs: Runs, x: int, y: int, width: int, height: int) -> Runs:
     """
     height, width = check_size(height, width)
     x, y = index(x), index(y)
-    if x < 0 or y < 0 or x + width > runs.width or y + height > runs.height:
-        raise BadValue(
-            f"window x {x}, y {y}, {width} wide, {height} high must be "
-            f"inside the image of {runs.height} x {runs.width} pixels (height x width)"
-        )
+    check_window(x, y, width, height, (runs.height, runs.width))
     firsts = np.clip(np.arange(runs.height + 1) - y, 0, height)
     return remap(runs, np.arange(x, x + width), firsts, height)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sa1b.arguments import BadValue
 from sa1b.masks import grid, pixel_kernels
-from sa1b.masks.runs import Runs, check_size, chosen_indices
+from sa1b.masks.runs import Runs, check_size, check_window, chosen_indices
 
 Raster = npt.NDArray[np.uint8] | npt.NDArray[np.bool_]
 
@@ -203,11 +203,7 @@ def runs_of_logits(
     size = len(rows.reads), len(columns.reads)
     height, width = size if image is None else check_size(*image)
     x, y = position
-    if x < 0 or y < 0 or x + size[1] > width or y + size[0] > height:
-        raise BadValue(
-            f"crop at x {x}, y {y}, {size[1]} wide, {size[0]} high must be inside the image of "
-            f"{height} x {width} pixels (height x width)"
-        )
+    check_window(x, y, size[1], size[0], (height, width))
     values, chosen = np.ascontiguousarray(logits, np.float32), chosen_indices(select, len(logits))
     areas, offsets = np.empty((len(chosen), 3), np.int64), np.empty(len(chosen) + 1, np.int64)
     out = np.empty(0, np.uint32)

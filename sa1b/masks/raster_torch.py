@@ -145,7 +145,6 @@ def first_target(source: "Any", numerator: "Any", denominator: "Any") -> "Any":
 
 
 def of_masks(value: Size | Flip, offsets: Tensor) -> Tensor:
-    """A value for each mask, [N], on the device of the offsets."""
     device = offsets.device
     if not isinstance(value, Tensor):
         value = torch.full((), value, device=device)
@@ -153,7 +152,6 @@ def of_masks(value: Size | Flip, offsets: Tensor) -> Tensor:
 
 
 def _sources(offsets: Tensor, height: Size, width: Size) -> Tensor:
-    """Height and width of every mask's image, int64 [2, N]."""
     return torch.stack([of_masks(size, offsets).long() for size in (height, width)])
 
 

@@ -55,6 +55,15 @@ def check_size(height: object, width: object) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
+def check_window(x: int, y: int, width: int, height: int, image: tuple[int, int]) -> None:
+    """ValueError for a window that is not inside an image, height and width; all in pixels."""
+    if min(x, y) < 0 or min(width, height) < 1 or x + width > image[1] or y + height > image[0]:
+        raise BadValue(
+            f"window x {x}, y {y}, {width} wide, {height} high must be inside the image of "
+            f"{image[0]} x {image[1]} pixels (height x width)"
+        )
+
+
 def chosen_indices(indices: npt.ArrayLike, count: int) -> npt.NDArray[np.int64]:
     """Indices of `count` items as int64 [K], each 0 <= index < count; IndexError for values that are invalid.
 

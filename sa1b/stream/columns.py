@@ -264,8 +264,7 @@ class TextColumn:
 
     def __init__(self, options: Text, column: Column) -> None:
         self.options, self.column = replace(options, source=column.source), column
-        source, name = column.source, column.name
-        innermost, lists = column.kind, 0
+        source, name, innermost, lists = column.source, column.name, column.kind, 0
         while hasattr(innermost, "value_type"):
             innermost, lists = innermost.value_type, lists + 1
         embeds = pa.types.is_floating(innermost)
@@ -307,17 +306,16 @@ class TextColumn:
             values = [value[index] if value else None for value, index in zip(values, chosen, strict=True)]
         if self.tokenizer is not None:
             return values, tokenized(values, self.tokenizer, self.options.length)
-        rows = zip(values, ids.tolist(), strict=True)
-        return values, [None if value is None else self._vector(value, one) for value, one in rows]
-
-    def _vector(self, value: list[float], one: int) -> Row:
-        vector = np.array(value, np.float32)  # a null becomes NaN
-        if len(value) != self.width or not np.isfinite(vector).all():
-            lengths = f"of {len(value)} numbers, others have {self.width}"
-            fault = lengths if len(value) != self.width else "with NaN or an infinite number"
-            which = f"{self.column.key} {one} has an embedding {fault}"
-            raise ColumnError(f"{self.column.source}: {which}; correct or remove its row")
-        return key_of(vector.tobytes()), vector
+        rows = list[Row | None]()
+        for value, one in zip(values, ids.tolist(), strict=True):
+            vector = np.array(value or (), np.float32)  # a null becomes NaN
+            rows.append(None if value is None else (key_of(vector.tobytes()), vector))
+            if value is not None and not (len(value) == self.width and np.isfinite(vector).all()):
+                lengths = f"of {len(value)} numbers, others have {self.width}"
+                fault = lengths if len(value) != self.width else "with NaN or an infinite number"
+                which = f"{self.column.key} {one} has an embedding {fault}"
+                raise ColumnError(f"{self.column.source}: {which}; correct or remove its row")
+        return values, rows
 
 
 def open_text(text: Any, dataset: Dataset, storage_options: Any = None) -> TextColumn | None:

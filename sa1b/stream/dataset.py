@@ -29,10 +29,9 @@ from sa1b.arguments import BadValue, check_arguments, number, whole_number
 from sa1b.hashing import random_words
 from sa1b.shards.dataset import Dataset, check_cache, check_images
 from sa1b.shards.layer import check_layers
-from sa1b.stream.batch_stream import BatchStream
+from sa1b.stream.batch_stream import BatchStream, Iterations
 from sa1b.stream.damage_log import DAMAGE_LOG, DamageLog
 from sa1b.stream.decoders import decoder
-from sa1b.stream.iterations import Iterations
 from sa1b.stream.order import Order, Sequential, whole_share
 from sa1b.stream.pending import SampleSource
 from sa1b.stream.plan import Plan, ResumeError, check_state, checked_position, process_rank
@@ -134,22 +133,14 @@ class Stream(BatchStream, SampleSource):
         rank = found_rank if rank is None else whole_number("rank", rank)
         world_size = found_size if world_size is None else whole_number("world_size", world_size, 1)
         self._arguments = {**arguments, **options, "rank": rank, "world_size": world_size}
-        self.epochs = epochs
+        self.epochs, self.seed, self.options = epochs, seed, SampleOptions(**options)
         self.view_name = None if view is None else str(view)
-        self.seed = seed
-        self.options = SampleOptions(**options)
         self.decoder = decoder(self.options.decoder)
         if isinstance(root, Dataset):
             self.dataset = root
         else:
-            self.dataset = Dataset(
-                root,
-                deadline=deadline,
-                storage_options=storage_options,
-                cache=cache,
-                cache_bytes=cache_bytes,
-                layers=layers,
-            )
+            cached: dict[str, Any] = {"cache": cache, "cache_bytes": cache_bytes, "layers": layers}
+            self.dataset = Dataset(root, deadline=deadline, storage_options=storage_options, **cached)
             if self.dataset.lacks():
                 warnings.warn(f"{self.dataset.root} is {self.dataset.lacks()}", stacklevel=2)
         check_images(self.dataset, "a stream")
@@ -169,12 +160,9 @@ class Stream(BatchStream, SampleSource):
                     self._warn_of_missing(f"join[{name!r}]", self.columns[name])
             if self.text is not None and not isinstance(text, columns.TextColumn):
                 self._warn_of_missing("text", self.text.column)
-        count = len(self.view)
-        formula = (
-            Order(count, self.view.ids_digest, seed, block_size, endless=epochs is None)
-            if order == "shuffle"
-            else Sequential(count)
-        )
+        formula: Order | Sequential = Sequential(len(self.view))
+        if order == "shuffle":
+            formula = Order(formula.count, self.view.ids_digest, seed, block_size, endless=epochs is None)
         micro_batch = micro_batch or whole_share(global_batch, world_size, formula.block_size)
         self.plan = Plan(formula, global_batch, micro_batch, rank=rank, world_size=world_size)
         self.damage_log = DamageLog(Path(damage_log), rank, start=None)
@@ -204,7 +192,7 @@ class Stream(BatchStream, SampleSource):
         opened = {"root": self.dataset, "join": self.columns, "text": self.text}
         opened |= {"decoder": self.options.decoder, "cache": None, "cache_bytes": None, "layers": ()}
         state = {"iterations": self.iterations, "damage_log": self.damage_log}
-        return _reopen, ({**self._arguments, **opened},), state
+        return partial(Stream, **{**self._arguments, **opened}), (), state
 
     def __repr__(self) -> str:
         return (
@@ -264,7 +252,3 @@ def _load_compiled_code() -> None:
 
 
 os.register_at_fork(before=_load_compiled_code)
-
-
-def _reopen(arguments: dict[str, Any]) -> Stream:
-    return Stream(**arguments)

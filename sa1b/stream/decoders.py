@@ -117,30 +117,26 @@ class GpuDecoder:
     batched = True
 
     def __init__(self, lane: Callable[[torch.device], CudaLane] = CudaLane, device: str = "cuda") -> None:
-        self.device = torch.device(device)
-        self.counts: Counter[str] = Counter()
+        self.device, self.counts = torch.device(device), Counter[str]()
         self._make_lane, self._lock = lane, threading.Lock()
         self._lanes = dict[torch.device, LifoQueue[CudaLane | None]]()  # idle ones; None: not made yet
 
     def decode(self, images: Sequence[EncodedImage], out: Tensor) -> list[BadSample | None]:
         """See `CpuDecoder.decode`."""
         sizes = {i: size for i, image in enumerate(images) if (size := _size_for_gpu(image))}
-        done = self._decode_on_gpu(images, sizes, out) if sizes else set()
-        self._count(gpu=len(done), cpu=len(images) - len(sizes))
+        done, refused = set[int](), 0
+        if sizes:
+            with self._borrowed(out.device) as lane, lane.current():
+                decoded = decoded_on([images[i].jpeg for i in sizes], list(sizes.values()), lane)
+                good = written(decoded)
+                lane.follow()  # `out` may still be in use by earlier work of the caller's stream
+                for i, pixels, is_good in zip(sizes, decoded, good, strict=True):
+                    if pixels is not None and is_good:
+                        paint(pixels, sizes[i], images[i].frame, out[i])
+            done, refused = set(compress(sizes, good)), sum(pixels is None for pixels in decoded)
+        skipped = len(sizes) - len(done) - refused
+        self._count(gpu=len(done), cpu=len(images) - len(sizes), skipped=skipped, refused=refused)
         return [None if i in done else _decode_on_cpu(image, out[i]) for i, image in enumerate(images)]
-
-    def _decode_on_gpu(self, images: Sequence[EncodedImage], sizes: dict[int, Size], out: Tensor) -> set[int]:
-        """Decode the images that `sizes` has the stored sizes of; returns those that were decoded."""
-        with self._borrowed(out.device) as lane, lane.current():
-            decoded = decoded_on([images[i].jpeg for i in sizes], list(sizes.values()), lane)
-            good = written(decoded)
-            lane.follow()  # `out` may still be in use by earlier work of the caller's stream
-            for i, pixels, is_good in zip(sizes, decoded, good, strict=True):
-                if pixels is not None and is_good:
-                    paint(pixels, sizes[i], images[i].frame, out[i])
-        refused = sum(pixels is None for pixels in decoded)
-        self._count(skipped=len(sizes) - sum(good) - refused, refused=refused)
-        return set(compress(sizes, good))
 
     @contextmanager
     def _borrowed(self, device: torch.device) -> Iterator[CudaLane]:
@@ -200,8 +196,8 @@ def decoded_on(files: Sequence[File], sizes: Sequence[Size], lane: CudaLane) -> 
         for i, image in zip(left, images, strict=True):
             if image is None or image.shape != (3, *sizes[i]):
                 continue
-            start = image.data_ptr()
-            if any(first <= start and start + image.nbytes <= last for first, last in spans):
+            start, stop = image.data_ptr(), image.data_ptr() + image.nbytes
+            if any(first <= start and stop <= last for first, last in spans):
                 decoded[i] = image.permute(1, 2, 0)
             else:
                 outside.append(i)
@@ -238,11 +234,8 @@ def _copied(files: Sequence[File], lane: CudaLane) -> list[Tensor]:
     """The files in memory that can be written, without EXIF segments, by which torchcodec turns images."""
     parts = [list(without_exif(file)) for file in files]
     ends = list(accumulate((sum(map(len, part)) for part in parts), initial=0))
-    memory = lane.host(ends[-1])
-    array = memory.numpy()
-    np.concatenate(
-        [np.frombuffer(piece, np.uint8) for part in parts for piece in part], out=array[: ends[-1]]
-    )
+    memory, pieces = lane.host(ends[-1]), [np.frombuffer(piece, np.uint8) for part in parts for piece in part]
+    np.concatenate(pieces, out=memory.numpy()[: ends[-1]])
     return [memory[start:stop] for start, stop in pairwise(ends)]
 
 

@@ -105,7 +105,6 @@ class SideStream:
         weakref.finalize(memory, runtime.cudaHostUnregister, start).atexit = False
 
     def copy(self, batch: Batch) -> Batch:
-        """Submit the copies of a batch to the device."""
         return batch.to(self.device)
 
     def event(self) -> Any:
@@ -168,7 +167,12 @@ class DeviceStage:
         if self.side is not None:
             ready = self._copy(batch, slot, self.side)
         elif self.device.type == "cpu":
-            ready = self._rasterise(self._keep(batch, memory, slot), ahead=ahead)
+            if len(self._held) >= HELD:
+                batch = batch.map_tensors(lambda name, tensor: tensor.clone())
+            else:
+                self._held.add(slot)
+                weakref.finalize(memory, self._held.discard, slot).atexit = False
+            ready = self._rasterise(batch, ahead=ahead)
         else:
             dense = None if self.dense is None else batch.masks.dense(self.dense)
             ready = partial(replace, replace(batch, dense=dense).to(self.device, non_blocking=False))
@@ -188,14 +192,6 @@ class DeviceStage:
             return there
 
         return ready
-
-    def _keep(self, batch: Batch, memory: npt.NDArray[np.uint8], slot: int) -> Batch:
-        """The batch in its slot, in use while a tensor refers to it; a copy if the caller has many."""
-        if len(self._held) >= HELD:
-            return batch.map_tensors(lambda name, tensor: tensor.clone())
-        self._held.add(slot)
-        weakref.finalize(memory, self._held.discard, slot).atexit = False
-        return batch
 
     def _rasterise(self, batch: Batch, *, ahead: bool) -> Callable[[], Batch]:
         if self.dense is None:

@@ -25,9 +25,8 @@ import torch
 from sa1b.arguments import BadValue, check_arguments
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
-from sa1b.stream.batch_stream import BatchStream
+from sa1b.stream.batch_stream import BatchStream, closed_at_exit
 from sa1b.stream.device import HELD, DeviceStage
-from sa1b.stream.iterations import closed_at_exit
 from sa1b.stream.maker import Job, Made, Slots, Threads, overdue, waits_for
 from sa1b.stream.pending import READ, named
 from sa1b.stream.processes import AHEAD, Processes, sent, server

@@ -64,10 +64,11 @@ class Slots:
     ) -> None:
         self.images, self._arguments = images, (count, images, masks)
         # Bytes of the images, and of a slot: the other tensors are behind the images.
-        self.pixels = 0 if elsewhere else _rounded(int(np.prod(images)))
+        pages, self.pixels = -(-(8 + count * images[0]) // _PAGE), 0
+        if not elsewhere:
+            self.pixels = -(-int(np.prod(images)) // _PAGE) * _PAGE
         size = self.pixels + images[0] * (min(masks, _MASKS) * _MASK_BYTES + _PAGE)
-        head = _rounded(8 + count * images[0])
-        length = head + count * size
+        head, length = pages * _PAGE, pages * _PAGE + count * size
         if not shared:
             self.array = np.empty(length + _PAGE, np.uint8)
             self.array = self.array[-self.array.ctypes.data % _PAGE :][:length]
@@ -89,17 +90,11 @@ class Slots:
 
     def memory(self, slot: int) -> npt.NDArray[np.uint8]:
         """A slot, as a new array: it is in use while a tensor or an array refers to it."""
-        memory: npt.NDArray[np.uint8] = self._slots[slot]
-        return memory
+        return self._slots[slot, :]
 
     def progress(self, job: "Job") -> npt.NDArray[np.uint8]:
         """The progress of each sample of a job, see `PendingBatch`."""
-        progress: npt.NDArray[np.uint8] = self._progress[job.slot, : job.piece.stop - job.piece.start]
-        return progress
-
-
-def _rounded(size: int) -> int:
-    return -(-size // _PAGE) * _PAGE
+        return self._progress[job.slot, : job.piece.stop - job.piece.start]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +109,9 @@ class Job:
 
 def waits_for(stream: BatchStream, piece: MicroBatch, progress: npt.NDArray[np.uint8]) -> str:
     """What a batch that is not made waits for: a sample, and its stage after it was read."""
-    for stage, text in ((READ, "{}"), (DECODED, "{} to be decoded")):
+    for stage, text in ((READ, ""), (DECODED, " to be decoded")):
         if len(late := np.flatnonzero(progress < stage)):
-            return text.format(stream.where(piece.start + int(late[0])))
+            return stream.where(piece.start + int(late[0])) + text
     return f"a batch to be collated {piece.span(stream.where)}"
 
 

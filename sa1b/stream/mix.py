@@ -6,7 +6,7 @@
         batch.source                                # ("sa1b", "sa1b", "mine", "sa1b", ...)
         save({"stream": mix.state_dict(batch)})
 
-The source of a position is a formula of the weights, see sa1b.stream.mixture. The n-th sample of a source is
+The source of a position is a formula of the weights, see sa1b.stream.order. The n-th sample of a source is
 that of its own stream at position n: its view, seed, epochs, masks, strategy and transforms are its own.
 """
 
@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sa1b.arguments import BadValue, check_arguments, whole_number
-from sa1b.stream.batch_stream import BatchStream
+from sa1b.stream.batch_stream import BatchStream, Iterations
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.dataset import Stream
-from sa1b.stream.iterations import Iterations
-from sa1b.stream.mixture import Mixture, Phase, whole_weights
-from sa1b.stream.order import Sequential
+from sa1b.stream.order import Mixture, Phase, Sequential, whole_weights
 from sa1b.stream.plan import MAX_POSITION, ResumeError, checked_position
 from sa1b.stream.stats import PipelineStats
 
@@ -64,22 +62,18 @@ class Mix(BatchStream):
         if until not in (None, "first", "all"):
             raise BadValue(f"until={until!r} must be None, 'first' or 'all'")
         self._arguments: dict[str, Any] = {"sources": dict(sources), "schedule": schedule, "until": until}
-        first = next(iter(self.streams.values()))
-        counts = tuple(stream.plan.order.count for stream in self.streams.values())
-        order: Mixture | Sequential
-        if isinstance(first.plan.order, Sequential):
-            order = Sequential(sum(counts), counts)
-        else:
+        streams = list(self.streams.values())
+        first, counts = streams[0], tuple(stream.plan.order.count for stream in streams)
+        order: Mixture | Sequential = Sequential(sum(counts), counts)
+        if not isinstance(first.plan.order, Sequential):
             phases = self._phases([weight for _, weight in sources.values()], schedule or {})
             order = Mixture(counts, phases, until)
-        self.plan = replace(first.plan, order=order)
-        masks = max(stream.options.masks for stream in self.streams.values())
-        self.options, self.decoder = replace(first.options, masks=masks), first.decoder
-        self.damage_log = first.damage_log
+        self.plan, self.decoder = replace(first.plan, order=order), first.decoder
+        self.options = replace(first.options, masks=max(stream.options.masks for stream in streams))
+        self.damage_log, self.iterations = first.damage_log, Iterations()
         if damage_log is not None:
             self.damage_log = DamageLog(Path(damage_log), self.plan.rank, start=None)
         self.stats = PipelineStats(cache=first.stats.cache)
-        self.iterations = Iterations()
 
     def _phases(self, weights: list[Any], schedule: Mapping[int, Weights]) -> tuple[Phase, ...]:
         phases = [Phase(0, whole_weights(weights))]
@@ -107,17 +101,15 @@ class Mix(BatchStream):
 
     def weights_at(self, position: int) -> dict[str, int]:
         """The weights at a position of the mixture, as whole numbers without a common divisor."""
-        order = self.plan.order
-        assert isinstance(order, Mixture)
-        return dict(zip(self.streams, order.phases[order.phase_at(position)].weights, strict=True))
+        assert isinstance(self.plan.order, Mixture)
+        return dict(zip(self.streams, self.plan.order.phase_at(position)[0].weights, strict=True))
 
     def seen(self, position: int) -> dict[str, int]:
         """Samples of each source before a position of the mixture. Divided by the samples of the source,
         `len(stream.view)`, it is the number of its epochs.
         """
-        order = self.plan.order
-        assert isinstance(order, Mixture | Sequential)
-        return dict(zip(self.streams, order.seen(whole_number("position", position)), strict=True))
+        assert isinstance(self.plan.order, Mixture | Sequential)
+        return dict(zip(self.streams, self.plan.order.seen(whole_number("position", position)), strict=True))
 
     def use_decoder(self, name: str) -> None:
         for stream in self.streams.values():
@@ -163,8 +155,8 @@ class Mix(BatchStream):
             )
         if before != now:
             raise ResumeError(
-                f"saved state with {_text(before)}, this mixture has {_text(now)}: samples would be "
-                f"repeated and left out; pass the weights of the state, and change them with "
+                f"saved state with the weights {_text(before)}, this mixture has {_text(now)}: samples would "
+                f"be repeated and left out; pass the weights of the state, and change them with "
                 f"schedule={{{position}: ...}}, from_position: {position} in a file of --data.mix",
                 "weights",
             )
@@ -199,7 +191,7 @@ def _shared(stream: Stream) -> dict[str, Any]:
     of_plan = ("global_batch", "micro_batch", "rank", "world_size")
     shared: dict[str, Any] = {name: getattr(stream.plan, name) for name in of_plan}
     shared |= {name: getattr(stream.options, name) for name in ("image_size", "decoder")}
-    shared["order"] = stream.identity()["order"]
+    shared |= {"order": stream.identity()["order"]}
     shared |= {f"join[{name!r}]": column.key for name, column in stream.columns.items()}
     if (text := stream.text) is not None:
         tokenizer = None if text.tokenizer is None else text.tokenizer.name
@@ -208,5 +200,4 @@ def _shared(stream: Stream) -> dict[str, Any]:
 
 
 def _text(phases: list[tuple[int, Mapping[str, int]]]) -> str:
-    parts = [f"{':'.join(map(str, weights.values()))} from position {start}" for start, weights in phases]
-    return f"the weights {', '.join(parts)}"
+    return ", ".join(f"{':'.join(map(str, parts.values()))} from position {start}" for start, parts in phases)

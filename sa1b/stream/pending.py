@@ -25,8 +25,7 @@ from sa1b.storage.errors import MissingError
 from sa1b.stream.batch import Batch, collate
 from sa1b.stream.decode import EncodedImage
 from sa1b.stream.decoders import Decoder
-from sa1b.stream.mixture import Mixture
-from sa1b.stream.order import Order, Sequential
+from sa1b.stream.order import Mixture, Order, Sequential
 from sa1b.stream.plan import MicroBatch, Plan
 from sa1b.stream.sample import SampleOptions, no_masks, pick_masks
 from sa1b.stream.stats import Busy
@@ -57,7 +56,6 @@ class SampleSource:
     text: "TextColumn | None"
 
     def rows(self, positions: npt.NDArray[np.int64]) -> list[int]:
-        """The rows of the sample table at positions of this source's order."""
         assert not isinstance(self.plan.order, Mixture)
         rows: list[int] = self.view.table_rows(self.plan.order.rows(positions)).tolist()
         return rows
@@ -96,7 +94,6 @@ Sources = Mapping[Any, SampleSource]  # by name in a mixture, else by None
 
 
 def where(name: Any, source: SampleSource, row: int) -> str:
-    """A sample, for messages."""
     return source.place(row) if name is None else f"source {name}: {source.place(row)}"
 
 
@@ -189,7 +186,6 @@ class PendingBatch:
         return errors
 
     def _pick(self, i: int, busy: Busy) -> None:
-        """Wait for sample i, or for a substitute, and choose its masks."""
         source = self.sources[self.which[i]]
         epoch, condition = self.local[i] // source.plan.order.count, source.view.masks_where
         while True:
@@ -239,7 +235,6 @@ class PendingBatch:
         return where(self.names[self.which[i]], self.sources[self.which[i]], self.rows[i])
 
     def collate(self) -> Batch:
-        """The batch of all samples, once they are decoded."""
         began = time.perf_counter()
         with named(self.piece, self._where):
             batch = self._collated()
@@ -280,7 +275,6 @@ class PendingBatch:
         return replace(batch, extra=extra, texts=joined(texts, text.column.key, longest, text.width))
 
     def cancel(self) -> None:
-        """Cancel all pending reads."""
         for read in self.reads:
             read.cancel()
 

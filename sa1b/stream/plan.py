@@ -11,8 +11,7 @@ from typing import Any
 from sa1b.arguments import BadType, BadValue, whole_number
 from sa1b.console import command
 from sa1b.errors import Sa1bError
-from sa1b.stream.mixture import Mixture
-from sa1b.stream.order import Order, Sequential, check_global_batch, micro_batch_count, rank_slice
+from sa1b.stream.order import Mixture, Order, Sequential, check_global_batch, micro_batch_count, rank_slice
 
 MAX_POSITION = 1 << 62  # samples over all epochs
 
@@ -165,24 +164,21 @@ def check_state(current: Mapping[str, Any], state: object, view: str, root: str)
             "images is the same, but the samples differ",
             stacklevel=3,
         )
-    if saved["bytes_sha256"] != current["bytes_sha256"]:
+    if (old := saved["bytes_sha256"]) != (new := current["bytes_sha256"]):
         warnings.warn(
-            f"{root} has changed since the state was saved (sample table {_short(saved['bytes_sha256'])}, "
-            f"now {_short(current['bytes_sha256'])}): the images are the same, but their stored bytes "
-            "may differ",
+            f"{root} has changed since the state was saved (sample table {_short(old)}, now {_short(new)}): "
+            "the images are the same, but their stored bytes may differ",
             stacklevel=3,
         )
 
 
 def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str) -> ResumeError:
-    if name == "layers":
-        return ResumeError(
-            f"saved state with {_layers(saved)}, this stream has {_layers(current)}: the masks differ; pass "
-            "the layers that the state was saved with, or begin again from its weights",
-            name,
-        )
     argument, differs, remedy = name, f"{name} {saved}, this stream {current}", f"pass {name}={saved!r}"
-    if name == "masks_where":
+    effect = "its sequence differs, so samples would be repeated and left out"
+    if name == "layers":
+        differs, effect = f"{_layers(saved)}, this stream has {_layers(current)}", "the masks differ"
+        remedy = "pass the layers that the state was saved with, or begin again from its weights"
+    elif name == "masks_where":
         argument, remedy = "view", "pass the view that the state was saved with"
         before, now = ("none" if text is None else repr(text) for text in (saved, current))
         differs = f"condition on masks {before}, {view} {now}"
@@ -192,11 +188,7 @@ def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str) -
             f"pass the view that the state was saved with, or, if sources were added to {root} since, make a "
             f"view of the images that it was trained on: `{command('view', root)} --ids FILE --name NAME`"
         )
-    return ResumeError(
-        f"saved state with {differs}: its sequence differs, so samples would be repeated and left out; "
-        f"{remedy}",
-        argument,
-    )
+    return ResumeError(f"saved state with {differs}: {effect}; {remedy}", argument)
 
 
 def _layers(layers: Any) -> str:

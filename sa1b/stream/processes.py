@@ -53,9 +53,8 @@ def sent(stream: BatchStream) -> tuple[bytes, str]:
         data = pickle.dumps(stream)
     except Exception as error:
         return b"", str(error)
-    if b"__main__" in data:
-        return b"", "the stream has a function or class of the program itself; define it in a module"
-    return data, ""
+    alone = "the stream has a function or class of the program itself; define it in a module"
+    return data, alone if b"__main__" in data else ""
 
 
 def server() -> Any:
@@ -85,9 +84,8 @@ class Processes:
         try:
             for number in range(count):
                 ours, theirs = context.Pipe()
-                arguments = (theirs, slots, threads, os.getpid())
-                name = f"sa1b-loader-{number}"
-                process = context.Process(target=_work, args=arguments, name=name, daemon=True)
+                named = {"args": (theirs, slots, threads, os.getpid()), "name": f"sa1b-loader-{number}"}
+                process = context.Process(target=_work, **named, daemon=True)
                 process.start()
                 theirs.close()
                 self.workers.append(_Process(process, ours))
@@ -100,7 +98,6 @@ class Processes:
 
     @property
     def has_room(self) -> bool:
-        """Whether a process takes another job."""
         return any(len(worker.jobs) < AHEAD for worker in self.workers)
 
     @property
@@ -109,7 +106,6 @@ class Processes:
         return {slot for worker in self.workers for slot in worker.jobs}
 
     def begin(self, job: Job) -> None:
-        """Give a job to the process that has fewest."""
         worker = min(self.workers, key=lambda one: len(one.jobs))
         worker.jobs[job.slot] = job
         with suppress(OSError):  # `receive` says how the process ended
@@ -177,7 +173,6 @@ def _end(workers: list[_Process], *, kill: bool = False) -> None:
 
 
 def _work(pipe: Connection, slots: Slots, threads: int, parent: int) -> None:
-    """The main function of a process: makes batches until the pipe closes or the parent ends."""
     # They are sent to the whole group: the parent decides.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

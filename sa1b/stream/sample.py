@@ -121,10 +121,8 @@ class SampleMasks:
 
 def frame_of(annotations: Annotations, options: SampleOptions, seed: int, epoch: int) -> Frame:
     """The frame of an image, a function of (seed, image id, epoch); TransformError if a transform failed."""
-    image_id = annotations.image_id
-    frame = Frame.whole_image(
-        annotations.height, annotations.width, options.image_size, stretch=options.resize == "stretch"
-    )
+    image_id, stretch = annotations.image_id, options.resize == "stretch"
+    frame = Frame.whole_image(annotations.height, annotations.width, options.image_size, stretch=stretch)
     if random_word(seed, Purpose.FLIP, image_id, epoch) < options.flip * 2**64:
         frame = replace(frame, flip=True)
     frame = apply(options.transforms, frame, annotations, seed, epoch)
@@ -193,7 +191,6 @@ def _in_frame(runs: Runs, frame: Frame) -> Runs:
 
 
 def no_masks(image_id: int, frame: Frame) -> SampleMasks:
-    """The sample of an image without masks."""
     _, _, width, height = frame.window
     runs = Runs(np.zeros(0, np.uint32), np.zeros(1, np.int64), height, width)
     rows, scores, numbers = np.zeros((0, 4), np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64)
@@ -210,14 +207,20 @@ def choose(
     epoch: int,
 ) -> Indices:
     """Indices of the chosen masks, int64, ascending; all usable masks if there are at most `limit`."""
-    candidates = np.flatnonzero(usable)
-    image_id = annotations.image_id
-    if len(candidates) <= limit:
+    candidates, image_id = np.flatnonzero(usable), annotations.image_id
+    count = len(candidates)
+    if count <= limit:
         return candidates
+    picked: Indices
     if strategy == "coverage":
-        picked = _coverage(len(candidates), limit, seed, image_id, epoch)
+        cycle, visit = divmod(epoch, -(-count // limit))
+        order = permutation(count, seed, Purpose.COVERAGE, image_id, cycle)
+        picked = order[(visit * limit + np.arange(limit)) % count]
     elif strategy == "area":
-        picked = _one_of_each(annotations.area[candidates], limit, seed, image_id, epoch)
+        order = np.argsort(annotations.area[candidates], kind="stable")
+        edges = np.arange(limit + 1) * count // limit
+        words = random_words(seed, Purpose.MASKS, image_id, epoch, np.arange(limit))
+        picked = order[edges[:-1] + below(words, np.diff(edges))]
     else:
         words = random_words(seed, Purpose.MASKS, image_id, epoch, candidates)
         arrival: npt.NDArray[Any] = words >> np.uint64(12)  # in the order of `as_uniforms`
@@ -227,17 +230,3 @@ def choose(
             arrival = -np.log(as_uniforms(words)) / np.maximum(np.nan_to_num(scores), 1e-6)
         picked = np.argsort(arrival, kind="stable")[:limit]
     return np.sort(candidates[picked])
-
-
-def _coverage(count: int, limit: int, seed: int, image_id: int, epoch: int) -> Indices:
-    cycle, visit = divmod(epoch, -(-count // limit))
-    order = permutation(count, seed, Purpose.COVERAGE, image_id, cycle)
-    return order[(visit * limit + np.arange(limit)) % count]
-
-
-def _one_of_each(area: npt.NDArray[np.int64], limit: int, seed: int, image_id: int, epoch: int) -> Indices:
-    order = np.argsort(area, kind="stable")
-    edges = np.arange(limit + 1) * len(order) // limit
-    words = random_words(seed, Purpose.MASKS, image_id, epoch, np.arange(limit))
-    picked: Indices = order[edges[:-1] + below(words, np.diff(edges))]
-    return picked

@@ -29,7 +29,6 @@ class Busy(dict[tuple[str, str], Any]):
         return 0
 
     def add(self, name: str, size: int, seconds: float, *, items: int = 1) -> None:
-        """Count `items` items with `size` bytes in total."""
         self.merge({(name, "items"): items, (name, "bytes"): size, (name, "seconds"): seconds})
 
     def merge(self, other: Mapping[tuple[str, str], Any]) -> None:
@@ -142,7 +141,6 @@ class LoaderSettings:
 
     @classmethod
     def of(cls, loader: Any) -> Self:
-        """The settings of a `Loader` of a training run."""
         stream, datasets = loader.stream, [source.dataset for source in loader.stream.sources().values()]
         stored = [dataset.manifest["options"].get("image_size") for dataset in datasets]
         return cls(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from importlib import import_module
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,10 +51,7 @@ class ColumnError(Sa1bError):
     """A source that cannot be joined; the message names the column, the source and the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tokenizer:
-    """A tokenizer."""
-
+class Tokenizer(NamedTuple):
     name: str  # the name or path that it was opened with
     encode: Callable[[str], Sequence[int]]  # text -> tokens, integers from 0 to vocabulary - 1
     vocabulary: int | None  # number of different tokens; None if a function does not state it

@@ -29,7 +29,7 @@ from sa1b.stream.dataset import Stream
 from sa1b.stream.decode import EncodedImage
 from sa1b.stream.decoders import LANES, GpuDecoder
 from sa1b.stream.loader import Loader
-from sa1b.stream.stats import STAGES, Busy, LoaderSettings, limit_of, limiting, remedy
+from sa1b.stream.stats import STAGES, LoaderSettings, limit_of, limiting, remedy
 
 LABELS = {
     "read": "reading",
@@ -50,11 +50,9 @@ class Throughput(dict[str, Any]):
         self._settings = settings
 
     def document(self) -> dict[str, Any]:
-        """The measurement as JSON values."""
         return self
 
     def table(self) -> str:
-        """The measurement as text."""
         lines = [f"{self._settings}\n"]
         lines += [f"  {name:<7}  {rate:10,.0f} images/s" for name, rate in self["images_per_second"].items()]
         lines[1] += f"  {self['storage_bytes_per_second'] / 1e6:,.0f} MB/s"
@@ -100,8 +98,7 @@ def measure(stream: Stream, *, seconds: float = 15.0, quiet: bool = False, **of_
     limit = limit_of(storage, rate, busy)
     stored = max(max(simplejpeg.decode_jpeg_header(image.jpeg)[:2]) for image in images)
     text = remedy(limit, replace(LoaderSettings.of(loader), stored=stored, trains=False))
-    known = before["cache"]
-    cache = known and {name: count - known[name] for name, count in after["cache"].items()}
+    cache = before["cache"] and {name: n - before["cache"][name] for name, n in after["cache"].items()}
     options, dense, place, on_cpu = stream.options, loader.dense, str(loader.device), None
     if isinstance(stream.decoder, GpuDecoder):
         on_cpu = 1 - stream.decoder.counts["gpu"] / max(stream.decoder.counts.total(), 1)
@@ -137,8 +134,7 @@ def storage_reads(stream: Stream, pool: ThreadPoolExecutor, threads: int, sizes:
             return len(read.begun.result())
         return 0
 
-    pieces = stream.plan.micro_batches(0)
-    ahead = max(1, 2 * threads // stream.plan.micro_batch)
+    pieces, ahead = stream.plan.micro_batches(0), max(1, 2 * threads // stream.plan.micro_batch)
     while True:
         reads: list[PendingRead] = []
         for piece in itertools.islice(pieces, ahead):
@@ -151,23 +147,19 @@ def storage_reads(stream: Stream, pool: ThreadPoolExecutor, threads: int, sizes:
 
 
 def _forget(stream: Stream, rows: list[int]) -> None:
-    if not hasattr(os, "posix_fadvise"):
-        return
     for row in rows:
-        location = location_of(stream.dataset.table, row, stream.dataset.shards)
-        with suppress(OSError), Path(stream.dataset.reader.url(location.shard)).open("rb") as file:
-            length = location.stop - location.start
-            os.posix_fadvise(file.fileno(), location.start, length, os.POSIX_FADV_DONTNEED)
+        at = location_of(stream.dataset.table, row, stream.dataset.shards)
+        path = Path(stream.dataset.reader.url(at.shard))
+        with suppress(OSError, AttributeError), path.open("rb") as file:  # macOS has none
+            os.posix_fadvise(file.fileno(), at.start, at.stop - at.start, os.POSIX_FADV_DONTNEED)
 
 
 def _images(stream: Stream) -> list[EncodedImage]:
-    images: list[EncodedImage] = []
-    for piece in stream.plan.micro_batches(0):
-        pending = stream.submit(piece)
-        pending.pick(0, len(pending), Busy())
+    images, pieces = list[EncodedImage](), stream.plan.micro_batches(0)
+    while len(images) < _SAMPLES:
+        pending = stream.submit(next(pieces))
+        pending.pick(0, len(pending), pending.busy)
         images += filter(None, pending.encoded)
-        if len(images) >= _SAMPLES:
-            break
     return images
 
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from math import exp, log, sqrt
 from operator import index
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,7 @@ from sa1b.arguments import BadValue
 from sa1b.errors import Sa1bError
 from sa1b.hashing import Purpose, uniforms
 from sa1b.masks.grid import framed_size
+from sa1b.masks.runs import check_window
 from sa1b.shards.annotation import Annotations
 
 Pixels = Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]
@@ -84,12 +86,7 @@ class Frame:
     crops: tuple[Crop, ...] = ()
 
     def __post_init__(self) -> None:
-        x, y, width, height = self.window
-        if min(x, y) < 0 or min(width, height) < 1 or x + width > self.width or y + height > self.height:
-            raise BadValue(
-                f"window x {x}, y {y}, {width} wide, {height} high must be inside the image of "
-                f"{self.height} x {self.width} pixels (height x width)"
-            )
+        check_window(*self.window, (self.height, self.width))
         if not 1 <= self.side <= self.image_size:
             raise BadValue(f"side={self.side} must be from 1 to the image size, {self.image_size}")
 
@@ -144,8 +141,8 @@ class Visit:
 
         They depend only on the visit and the transform, not on the rank or the process.
         """
-        key = (Purpose.TRANSFORM, self.image_id, self.epoch, self.number, np.arange(count))
-        return uniforms(self.seed, *key)
+        key = self.image_id, self.epoch, self.number, np.arange(count)
+        return uniforms(self.seed, Purpose.TRANSFORM, *key)
 
 
 Transform = Callable[[Frame, Visit], Frame]
@@ -221,10 +218,7 @@ def apply(
     """Apply all transforms to a frame; TransformError: one failed, or returned no frame of this image."""
     image_id, source = annotations.image_id, (frame.height, frame.width, frame.image_size)
     for number, transform in enumerate(transforms):
-        try:
-            frame = transform(frame, Visit(image_id, epoch, seed, number, annotations))
-        except Exception as error:
-            raise _failed(transform, image_id, f"{type(error).__name__}: {error}") from error
+        frame = _called(transform, image_id, frame, Visit(image_id, epoch, seed, number, annotations))
         if not isinstance(frame, Frame):
             raise _failed(transform, image_id, f"it returned {type(frame).__name__}, no Frame")
         if (frame.height, frame.width, frame.image_size) != source:
@@ -234,16 +228,20 @@ def apply(
 
 def apply_pixels(function: Pixels, image_id: int, image: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Apply `Frame.pixels` to a decoded image; TransformError if it fails or shape or dtype are others."""
-    try:
-        changed = function(image)
-    except Exception as error:
-        raise _failed(function, image_id, f"{type(error).__name__}: {error}") from error
+    changed: npt.NDArray[np.uint8] = _called(function, image_id, image)
     is_array = isinstance(changed, np.ndarray)
     if not is_array or changed.dtype != np.uint8 or changed.shape != image.shape:
         returned = f"{changed.dtype} {list(changed.shape)}" if is_array else type(changed)
         what = f"it returned {returned} for an image uint8 {list(image.shape)}"
         raise _failed(function, image_id, what)
     return changed
+
+
+def _called(function: Callable[..., Any], image_id: int, *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise _failed(function, image_id, f"{type(error).__name__}: {error}") from error
 
 
 def name_of(function: object) -> str:

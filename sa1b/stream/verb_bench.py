@@ -83,16 +83,8 @@ def main(
         cache_bytes=cache_bytes,
     )
     try:
-        measured = measure(
-            stream,
-            seconds=seconds,
-            threads=threads,
-            processes=processes,
-            dense=dense,
-            device=device,
-            decode=decode,
-            quiet=json_output,
-        )
+        of_loader = {"threads": threads, "processes": processes, "dense": dense, "device": device}
+        measured = measure(stream, seconds=seconds, quiet=json_output, decode=decode, **of_loader)
     except ValueError as error:  # no GPU, or no library for it
         raise UsageError(str(error).replace("decode=", "--decode ").replace("device=", "--device ")) from None
     present(measured, json_output)

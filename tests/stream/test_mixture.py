@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sa1b.arguments import BadValue
-from sa1b.stream.mixture import MAX_PERIOD, Mixture, Phase, whole_weights
-from sa1b.stream.order import Sequential
+from sa1b.stream.order import MAX_PERIOD, Mixture, Phase, Sequential, whole_weights
 from sa1b.stream.plan import Plan
 
 WEIGHTS = st.lists(st.integers(0, 40), min_size=1, max_size=7).filter(any).map(whole_weights)

@@ -199,7 +199,7 @@ def seen_masks(spans: Sequence[Span], images: Sequence[int]) -> list[Document]:
                 for start in range(0, len(here), _TOGETHER):
                     some = here[start : start + _TOGETHER]
                     for pending in [stream.submit(MicroBatch(at, at + 1, at + 1)) for at in some]:
-                        pending.pick(0, 1)
+                        pending.pick(0, 1, pending.busy)
                         (masks,), name = pending.samples, [*opened.streams][pending.which[0]]
                         pairs = zip(masks.mask_ids.tolist(), masks.mask_index.tolist(), strict=True)
                         times.update((name, masks.image_id, *pair) for pair in pairs)
