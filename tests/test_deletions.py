@@ -116,7 +116,7 @@ REASONS = {
     "storage/store.py remove_if": STORE,
     "storage/store.py replace_if": STORE,
     "stream/worker_memory.py mapped": "memory that has no name, which is made larger",
-    "stream/columns.py _of_file": CACHE,
+    "stream/columns.py _convert": CACHE,
     "stream/columns.py _remove": TEMPORARY,
     "programs/transfer/dataset_copy.py _finish": NAMED,
     "programs/transfer/dataset_copy.py _object": TEMPORARY,

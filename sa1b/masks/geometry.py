@@ -277,9 +277,7 @@ def suppress(boxes: npt.ArrayLike, scores: npt.ArrayLike, max_iou: float) -> npt
     """
     corners, ranked = np.asarray(boxes, np.float64), np.asarray(scores)
     if corners.ndim != 2 or corners.shape[1] != 4 or ranked.shape != corners.shape[:1]:
-        raise BadValue(
-            f"boxes must be [N, 4] and scores [N], got {list(corners.shape)} and {list(ranked.shape)}"
-        )
+        raise BadValue(f"boxes must be [N, 4] and scores [N], got {corners.shape} and {ranked.shape}")
     order = np.argsort(-ranked, kind="stable")
     kept = np.empty(len(order), np.bool_)
     shape_kernels.suppress(np.ascontiguousarray(corners[order]), float(max_iou), kept)

@@ -77,9 +77,7 @@ def chosen_indices(indices: npt.ArrayLike, count: int) -> npt.NDArray[np.int64]:
     if len(chosen) and not np.issubdtype(chosen.dtype, np.integer):
         raise IndexError(f"indices must be integers or bool, got {chosen.dtype}")
     if len(chosen) and not -count <= int(chosen.min()) <= int(chosen.max()) < count:
-        raise IndexError(
-            f"indices must be from {-count} to {count - 1}, got {chosen.min()} to {chosen.max()}"
-        )
+        raise IndexError(f"indices must be from {-count} to {count - 1}: {chosen.min()} to {chosen.max()}")
     rows = chosen.astype(np.int64)
     rows[rows < 0] += count
     return rows
@@ -192,9 +190,7 @@ class Runs:
         if self.runs.dtype != np.uint32 or self.runs.ndim != 1:
             raise BadValue(f"runs must be uint32 [R], got {self.runs.dtype} {list(self.runs.shape)}")
         if self.offsets.dtype != np.int64 or self.offsets.ndim != 1 or len(self.offsets) == 0:
-            raise BadValue(
-                f"offsets must be int64 [N + 1], got {self.offsets.dtype} {list(self.offsets.shape)}"
-            )
+            raise BadValue(f"offsets must be int64 [N + 1], got {self.offsets.dtype} {self.offsets.shape}")
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.runs) or (np.diff(self.offsets) < 0).any():
             raise BadValue(f"offsets must ascend from 0 to {len(self.runs)}")
         ends = np.zeros(len(self.runs) + 1, np.uint64)
@@ -213,9 +209,7 @@ def joined(parts: Sequence[Runs], height: int, width: int) -> Runs:
     """All masks of several lists of images of height x width pixels, in order; other sizes: ValueError."""
     for part in parts:
         if (part.height, part.width) != (height, width):
-            raise BadValue(
-                f"masks of an image of {part.height} x {part.width} pixels: must be of {height} x {width}"
-            )
+            raise BadValue(f"masks of {part.height} x {part.width} pixels must be of {height} x {width}")
     counts = [np.diff(part.offsets) for part in parts]
     offsets = np.concatenate([np.zeros(1, np.int64), *counts]).cumsum()
     return Runs(

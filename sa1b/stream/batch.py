@@ -312,10 +312,7 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def _collate_batches(batches: object, **options: object) -> NoReturn:
-    raise UsageError(
-        "DataLoader(stream, batch_size=...): a sa1b.Stream returns whole batches; pass batch_size=None, and "
-        "choose their size with Stream(global_batch=, micro_batch=)"
-    )
+    raise UsageError("DataLoader(stream): has whole batches; pass batch_size=None, and Stream(micro_batch=)")
 
 
 default_collate_fn_map[Batch] = _collate_batches

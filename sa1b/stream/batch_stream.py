@@ -47,19 +47,14 @@ _PREFETCH = 1  # micro-batches in flight while one is decoded
 _RUNNING: "weakref.WeakSet[Generator[Any]]" = weakref.WeakSet()  # iterations of this process
 _BYTES = 4096  # of the state, which a write of one page replaces as a whole
 _REMEMBERED = 8  # largest number of iterations that worker processes may start at the same time
-_ENDLESS = (
-    "an endless stream (epochs=None) cannot be iterated again after a DataLoader with workers has read it; "
-    "call load_state_dict with the state after the last batch, or set_epoch, or leave epochs at 1"
-)
-_UNKNOWN = "state_dict(): a DataLoader with workers reads this stream; pass the last batch: state_dict(batch)"
 
 
 class Iterations:
-    """The position at which the next iteration begins, shared with worker processes."""
+    """What all processes that read a stream know of its iterations."""
 
-    # The shared state, in JSON: `position` of the next iteration; `used`, the one after the last used batch,
-    # None if worker processes have read since; and `begun`, the last iterations of workers: [seed of the
-    # iterator, position, workers], where bit i of `workers` says that worker i has begun.
+    # In JSON: `position` of the next iteration; `used`, the one after the last used batch, None if worker
+    # processes have read since; and `begun`, the last iterations of workers: [seed of the iterator, position,
+    # workers], where bit i of `workers` says that worker i has begun.
 
     def __init__(self, position: int = 0, inherited: Any = None) -> None:
         self._lock = ForkLock()
@@ -75,58 +70,14 @@ class Iterations:
             self._write({"position": position, "used": position, "begun": []})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        is_for_worker = get_spawning_popen() is not None  # else this is a copy
-        return Iterations, (0, DupFd(self._file)) if is_for_worker else (self.position,)
-
-    @property
-    def position(self) -> int:
-        """Position of the next iteration."""
-        with self._state() as state:
-            return int(state["position"])
-
-    @property
-    def used(self) -> int:
-        """Position after the last used batch; in a worker, for StatefulDataLoader, of the next iteration."""
-        with self._state() as state:
-            used = state["used" if get_worker_info() is None else "position"]
-        if used is None:
-            raise UsageError(_UNKNOWN)
-        return int(used)
-
-    def resume(self, position: int | None, used: int | None) -> None:
-        """Set the position of the next iteration (None: keep it), and that after the last used batch."""
-        with self._state() as state:
-            state["used"] = used
-            if position is not None:
-                state["position"] = position
-
-    def begin(self, plan: Plan) -> int:
-        """The position at which an iteration of this process begins; the next one is the next epoch."""
-        # An endless plan does not change the position: the caller sets it when it takes batches.
-        worker = get_worker_info()
-        with self._state() as state:
-            # An iterator is identified by `seed - id`, the random number of the DataLoader for its workers.
-            # Persistent workers keep it, and so do new ones if torch's generator is reset. A worker that has
-            # joined an iteration already then begins the next one.
-            iterator, bit = (worker.seed - worker.id, 1 << worker.id) if worker else (None, 0)
-            joined = [one for one in state["begun"] if one[0] == iterator and not one[2] & bit]
-            if joined:
-                position = joined[-1][1]
-                joined[-1][2] |= bit
-            else:
-                position = None if plan.endless and state["used"] is None else state["position"]
-                state["used"] = None if worker else position
-                if worker:
-                    state["begun"] = [*state["begun"], [iterator, position, bit]][-_REMEMBERED:]
-                if not plan.endless:
-                    state["position"] = plan.epoch_end(state["position"])
-        if position is None:
-            raise UsageError(_ENDLESS)
-        return int(position)
+        if get_spawning_popen() is not None:  # for a worker
+            return Iterations, (0, DupFd(self._file))
+        with self.state() as state:  # a copy
+            return Iterations, (state["position"],)
 
     @contextmanager
-    def _state(self) -> Iterator[dict[str, Any]]:
-        """The shared state, which the caller may change, and no other thread or process meanwhile."""
+    def state(self) -> Iterator[dict[str, Any]]:
+        """The state, which the caller may change, and no other thread or process meanwhile."""
         # The lock of the file is of the process, not of a thread; the kernel releases it if it is killed.
         with self._lock:
             fcntl.lockf(self._file, fcntl.LOCK_EX)
@@ -171,7 +122,13 @@ class BatchStream(IterableDataset[Batch]):
             batch: the last batch that was used: training resumes after it. None: the last one that this
                 process has taken; UsageError if worker processes of a DataLoader have read.
         """
-        position = self.iterations.used if batch is None else batch.position
+        if batch is not None:
+            return {"position": batch.position, **self.identity()}
+        with self.iterations.state() as state:
+            # In a worker, for StatefulDataLoader, that of the next iteration.
+            position = state["used" if get_worker_info() is None else "position"]
+        if position is None:
+            raise UsageError("state_dict(): a DataLoader with workers reads this stream; pass the last batch")
         return {"position": position, **self.identity()}
 
     @abstractmethod
@@ -209,11 +166,14 @@ class BatchStream(IterableDataset[Batch]):
         Beginning an iteration advances it to the next epoch. `state_dict(batch)` is the state within an
         iteration.
         """
-        return self.iterations.position
+        with self.iterations.state() as state:
+            return int(state["position"])
 
     @position.setter
     def position(self, position: int) -> None:
-        self.iterations.resume(checked_position(position), position)
+        position = checked_position(position)
+        with self.iterations.state() as state:
+            state |= {"position": position, "used": position}
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of an epoch. The first epoch is 0.
@@ -228,12 +188,38 @@ class BatchStream(IterableDataset[Batch]):
         """Begin an iteration and return its position. The next one is the next epoch; an endless stream
         continues after the last batch passed to `taken`: UsageError if a DataLoader with workers read it.
         """
-        return self.iterations.begin(self.plan)
+        # An endless plan does not change the position: the caller sets it when it takes batches.
+        worker, plan = get_worker_info(), self.plan
+        with self.iterations.state() as state:
+            # An iterator is identified by `seed - id`, the random number of the DataLoader for its workers.
+            # Persistent workers keep it, and so do new ones if torch's generator is reset. A worker that has
+            # joined an iteration already then begins the next one.
+            iterator, bit = (worker.seed - worker.id, 1 << worker.id) if worker else (None, 0)
+            joined = [one for one in state["begun"] if one[0] == iterator and not one[2] & bit]
+            if joined:
+                position = joined[-1][1]
+                joined[-1][2] |= bit
+            else:
+                position = None if plan.endless and state["used"] is None else state["position"]
+                state["used"] = None if worker else position
+                if worker:
+                    state["begun"] = [*state["begun"], [iterator, position, bit]][-_REMEMBERED:]
+                if not plan.endless:
+                    state["position"] = plan.epoch_end(state["position"])
+        if position is None:
+            raise UsageError(
+                "an endless stream (epochs=None): cannot be iterated again after a DataLoader with workers; "
+                "call load_state_dict with the state after the last batch, set_epoch, or leave epochs at 1"
+            )
+        return int(position)
 
     def taken(self, batch: Batch) -> Batch:
         """Record that this process has used `batch`; an endless stream continues after it."""
         if get_worker_info() is None:
-            self.iterations.resume(batch.position if self.plan.endless else None, batch.position)
+            with self.iterations.state() as state:
+                state["used"] = batch.position
+                if self.plan.endless:
+                    state["position"] = batch.position
         return batch
 
     def __iter__(self) -> "StreamIterator":
@@ -299,7 +285,7 @@ class StreamIterator(Iterator[Batch]):
     """
 
     def __init__(self, stream: BatchStream) -> None:
-        self._plan, self._iterations, self._read = stream.plan, stream.iterations, stream.read
+        self._stream, self._plan, self._read = stream, stream.plan, stream.read
         info = get_worker_info()
         self._worker, self._workers = (info.id, info.num_workers) if info else (0, 1)
         # Batch i of a rank comes from worker i mod `workers`, and `count` batches are a step of the rank.
@@ -314,7 +300,7 @@ class StreamIterator(Iterator[Batch]):
 
     @cached_property
     def _begun(self) -> int:
-        return self._iterations.begin(self._plan)
+        return self._stream.begin()
 
     def __next__(self) -> Batch:
         if self._batches is None:
@@ -344,7 +330,7 @@ class StreamIterator(Iterator[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch; `following`: position at which the next iteration begins."""
         state = {**self._identity, "begun": self._begun, "used": self._used}
-        return {**state, "following": self._iterations.position}
+        return {**state, "following": self._stream.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue an iteration before its first batch; ResumeError if ranks, workers or sizes differ."""
@@ -355,7 +341,9 @@ class StreamIterator(Iterator[Batch]):
                 "sizes, or save stream.state_dict(batch) or the state of a sa1b.Loader, which fit others"
             )
         self._begun, self._used = state["begun"], state["used"]
-        self._iterations.resume(state["following"], None if get_worker_info() else self._next_step()[0])
+        used = None if get_worker_info() else self._next_step()[0]
+        with self._stream.iterations.state() as shared:
+            shared |= {"position": state["following"], "used": used}
 
 
 def closed_at_exit(batches: Generator[Batch]) -> Generator[Batch]:

@@ -80,12 +80,9 @@ class Column:
         self.missing += values.count(None)
         self.looked_up += len(values)
         if self.missing == self.looked_up >= _LOOKED_UP > before:
-            warnings.warn(
-                f"{self.source} has no {self.name} for any of the first {self.looked_up:,} ids; are its "
-                f"{self.key}s those of the dataset, such as {ids[0]}? If few images have one, make a view of "
-                "them",
-                stacklevel=2,
-            )
+            first = f"{self.source} has no {self.name} for any of the first {self.looked_up:,} ids"
+            what = f"are its {self.key}s those of the dataset, such as {ids[0]}?"
+            warnings.warn(f"{first}; {what} If few images have one, make a view of them", stacklevel=2)
         return values
 
     def count(self, ids: npt.NDArray[np.int64]) -> int:
@@ -175,30 +172,35 @@ def _of_file(given: str | Path, storage_options: Mapping[str, Any] | None, wante
         raise ColumnError(f"{source}: cannot be read ({why}); check the URL and the credentials") from error
     folder = cache_folder() / "columns" / _digest([source, name, key, texts, names and names.digest])
     final = folder / f"{_digest([_VERSION, state])}.arrow"
-    folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder, wait=True) if not final.exists() else contextlib.nullcontext():
-        if not final.exists():  # nor has another process converted it meanwhile
-            for stale in folder.glob("*.partial"):
-                stale.unlink()
-            copy, temporary = folder / Path(path).name, final.with_suffix(".partial")
-            try:
-                if is_url:
-                    with naming_path(copy):
-                        system.get_file(path, str(copy))
-                    if system.size(path) not in (None, copy.stat().st_size):
-                        raise ColumnError(f"{source}: the copy is not complete; run the command again")
-                table = read_table(
-                    str(copy) if is_url else path, dict.fromkeys((*KEYS, *IMAGE_COLUMNS, name)), name, texts
-                )
-            except (pa.ArrowException, ValueError) as error:
-                raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
-            finally:
-                copy.unlink(missing_ok=True)
-            with naming_path(temporary):
-                _write(_sorted(table, source, wanted), temporary)
-                flush(temporary)
-                commit(temporary, final)
+    if not final.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock(folder, wait=True):
+            if not final.exists():  # nor has another process converted it meanwhile
+                _convert(system if is_url else None, path, final, source, wanted)
     return Column(name, final, source)
+
+
+def _convert(system: Any, path: str, final: Path, source: str, wanted: _Wanted) -> None:
+    for stale in final.parent.glob("*.partial"):
+        stale.unlink()
+    copy, temporary = final.parent / Path(path).name, final.with_suffix(".partial")
+    try:
+        if system is not None:
+            with naming_path(copy):
+                system.get_file(path, str(copy))
+            if system.size(path) not in (None, copy.stat().st_size):
+                raise ColumnError(f"{source}: the copy is not complete; run the command again")
+            path = str(copy)
+        names = dict.fromkeys((*KEYS, *IMAGE_COLUMNS, wanted.name))
+        table = read_table(path, names, wanted.name, wanted.texts)
+    except (pa.ArrowException, ValueError) as error:
+        raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
+    finally:
+        copy.unlink(missing_ok=True)
+    with naming_path(temporary):
+        _write(_sorted(table, source, wanted), temporary)
+        flush(temporary)
+        commit(temporary, final)
 
 
 def _sorted(table: pa.Table, source: str, wanted: _Wanted) -> pa.RecordBatch:
@@ -279,8 +281,7 @@ class TextColumn:
         first = [] if row < 0 else texts[row].as_py()
         if first == []:
             raise ColumnError(
-                f"{source}: column {name!r} has no value in any of its {len(column):,} rows; pass a table "
-                "with texts"
+                f"{source}: column {name!r} has no value in any of its {len(column):,} rows; fill it"
             )
         # None: the table has embeddings
         self.tokenizer = None if embeds else open_tokenizer(options.tokenizer)

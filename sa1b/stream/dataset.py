@@ -116,10 +116,7 @@ class Stream(BatchStream, SampleSource):
         if order not in ("shuffle", "sequential"):
             raise BadValue(f"order={order!r} must be 'shuffle' or 'sequential'")
         if epochs not in (1, None):
-            raise BadValue(
-                f"epochs={epochs!r} must be 1, an epoch in each iteration, or None, an endless iteration; "
-                "iterate again for more epochs"
-            )
+            raise BadValue(f"epochs={epochs!r} must be 1, iterate again for more, or None for an endless one")
         if epochs is None and order == "sequential":
             raise BadValue("epochs=None: a sequential iteration ends; pass order='shuffle'")
         global_batch = whole_number("global_batch", global_batch, 1)
@@ -181,11 +178,8 @@ class Stream(BatchStream, SampleSource):
                 f"image_ids those of SA-1B, such as {ids[0]}?"
             )
         if missing:
-            warnings.warn(
-                f"{column.source} has no {column.name} for {missing:,} of {len(ids):,} images; "
-                "their value is None",
-                stacklevel=3,
-            )
+            has_no = f"{column.source} has no {column.name} for {missing:,} of {len(ids):,} images"
+            warnings.warn(f"{has_no}; their value is None", stacklevel=3)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A worker process maps table and view of the same version of the dataset that was opened here.
@@ -245,10 +239,10 @@ class Stream(BatchStream, SampleSource):
 
 
 @cache  # every later fork, of any library, only looks this up
-def _load_compiled_code() -> None:
+def load_compiled_code() -> None:
     """Load numba and a compiled loop before this process forks: its workers share this memory, 70 MB each."""
     with contextlib.suppress(Exception):  # which would be printed in any fork; a worker reports its own
         random_words(0, np.zeros(1, np.int64))
 
 
-os.register_at_fork(before=_load_compiled_code)
+os.register_at_fork(before=load_compiled_code)

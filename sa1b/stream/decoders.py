@@ -172,11 +172,9 @@ class GpuDecoder:
         with self._lock:
             self.counts += Counter(numbers)  # without those that are 0
         if numbers.get("skipped"):
-            warnings.warn(  # which Python prints once
-                "torchcodec reported success for an image that it had not decoded. Such images are decoded "
-                "on the CPU; stream.decoder.counts['skipped'] counts them",
-                stacklevel=2,
-            )
+            text = "torchcodec reported success for an image that it had not decoded. Such images are decoded"
+            text += " on the CPU; stream.decoder.counts['skipped'] counts them"
+            warnings.warn(text, stacklevel=2)  # which Python prints once
 
 
 def _first_line(error: Exception) -> str:

@@ -72,10 +72,7 @@ class TrainingData(lightning.Callback):
     def __iter__(self) -> Iterator[Batch]:
         """Iterate from the last batch that was trained on; the iteration begins when it is read."""
         if not self._is_callback:
-            raise UsageError(
-                "TrainingData(make): the object is not among the callbacks, so it does not know what was "
-                "trained on; pass it to lightning.Trainer(callbacks=[...]) too"
-            )
+            raise UsageError("TrainingData(make): is no callback; pass it to Trainer(callbacks=[...]) too")
         loader = self.loader
         assert self._state is not None
         self._stream.position = self._state["position"]
@@ -109,12 +106,9 @@ class TrainingData(lightning.Callback):
     def on_save_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Warn of a checkpoint between two steps of the optimizer."""
         if self._is_partial:
-            warnings.warn(
-                f"step {trainer.global_step}: a checkpoint has no accumulated gradients. Their images are "
-                "read again, but the first step after a resume has fewer batches; save with "
-                "ModelCheckpoint(every_n_train_steps=...)",
-                stacklevel=2,
-            )
+            text = f"step {trainer.global_step}: a checkpoint has no accumulated gradients: the first step"
+            way = "save with ModelCheckpoint(every_n_train_steps=...)"
+            warnings.warn(f"{text} after a resume has fewer batches; {way}", stacklevel=2)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the stream after the last step of the optimizer."""

@@ -86,9 +86,7 @@ class Loader:
         quiet: bool = False,
     ) -> None:
         if not isinstance(stream, BatchStream):
-            raise BadValue(
-                f"stream={stream!r} must be a sa1b.Stream or sa1b.Mix: Loader(Stream(root, global_batch=256))"
-            )
+            raise BadValue(f"stream={stream!r} must be a sa1b.Stream or sa1b.Mix: Loader(Stream(root, ...))")
         self.stream, self.device, self.read_only = stream, torch.device(device), read_only
         self.prefetch, self.dense, self._stall_seconds = prefetch, dense, stall_seconds
         self._limit = stream.deadline + _LATE  # seconds without progress
@@ -150,10 +148,8 @@ class Loader:
             ending.callback(self._end, iteration)
             while True:
                 if iteration != self._slots.iteration[0]:
-                    raise UsageError(
-                        f"iteration {iteration} of this loader: has ended, because another one of the same "
-                        "loader has begun; make a loader for each"
-                    )
+                    text = "another one of the same loader has begun; make a loader for each"
+                    raise UsageError(f"iteration {iteration} has ended: {text}")
                 while not ends and len(self._flying) < self._ahead and makers.has_room:
                     if (slot := self._free_slot(makers)) is None:
                         break

@@ -204,7 +204,7 @@ class Maker:
         except BaseException as error:
             pending.errors[start] = error
         with self._lock:
-            made.busy.merge(busy)
+            made.busy.update(busy)
             pending.left -= 1
             if pending.left:
                 return

@@ -79,10 +79,7 @@ class Mix(BatchStream):
         phases = [Phase(0, whole_weights(weights))]
         for start in sorted(whole_number("schedule", position, 1, MAX_POSITION) for position in schedule):
             if schedule[start].keys() != self.streams.keys():
-                raise BadValue(
-                    f"schedule[{start}] must have a weight for each of {', '.join(self.streams)}; 0 leaves a "
-                    "source out"
-                )
+                raise BadValue(f"schedule[{start}] must have a weight for each of {', '.join(self.streams)}")
             later = whole_weights([schedule[start][name] for name in self.streams])
             if later != phases[-1].weights:
                 phases.append(Phase(start, later))

@@ -90,9 +90,7 @@ class Order:
     def check_step(self, position: int) -> None:
         """ValueError if a step may not begin at this position, because it cuts a block."""
         if (position if self.endless else position % self.count) % self.block_size:
-            raise BadValue(
-                f"position={position} must be at the border of two blocks of {self.block_size} samples"
-            )
+            raise BadValue(f"position={position} must be at the border of two blocks of {self.block_size}")
 
     def substitute(self, position: int, attempt: int) -> int:
         """The row for a damaged one: hash(seed, position, attempt) mod N; attempts count from 0."""
@@ -258,10 +256,7 @@ def _period(weights: tuple[int, ...]) -> tuple[npt.NDArray[np.int32], Int64]:
 def check_global_batch(global_batch: int, world_size: int, block_size: int = 1) -> None:
     """ValueError if a global batch has too few samples or blocks for the ranks, or cuts a block."""
     if global_batch % block_size:
-        raise BadValue(
-            f"global_batch={global_batch} must be a multiple of block_size={block_size}, so that no block "
-            "is cut"
-        )
+        raise BadValue(f"global_batch={global_batch} must be a multiple of block_size={block_size}")
     units = global_batch // block_size
     if world_size > units:
         what = "samples" if block_size == 1 else f"blocks of {block_size} samples"

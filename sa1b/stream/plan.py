@@ -159,17 +159,11 @@ def check_state(current: Mapping[str, Any], state: object, view: str, root: str)
     now, options = current["options"], {**current["options"], **saved["options"]}
     changed = [f"{name} {old}, now {now.get(name)}" for name, old in options.items() if now.get(name) != old]
     if changed:
-        warnings.warn(
-            f"the state was saved by a stream with other options: {', '.join(changed)}. The sequence of "
-            "images is the same, but the samples differ",
-            stacklevel=3,
-        )
+        text = f"the state was saved by a stream with other options: {', '.join(changed)}"
+        warnings.warn(f"{text}. The sequence of images is the same, but the samples differ", stacklevel=3)
     if (old := saved["bytes_sha256"]) != (new := current["bytes_sha256"]):
-        warnings.warn(
-            f"{root} has changed since the state was saved (sample table {_short(old)}, now {_short(new)}): "
-            "the images are the same, but their stored bytes may differ",
-            stacklevel=3,
-        )
+        text = f"{root} has changed since the state was saved (sample table {_short(old)}, now {_short(new)})"
+        warnings.warn(f"{text}: the images are the same, but their stored bytes may differ", stacklevel=3)
 
 
 def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str) -> ResumeError:

@@ -202,7 +202,7 @@ def _make_batches(stream: BatchStream, pipe: Connection, slots: Slots, threads: 
         with lock, suppress(OSError):  # the loader has closed the pipe
             if cache is not None:
                 now = Counter(asdict(cache.counts()))
-                made.busy.merge({("cache", name): n for name, n in (now - counted).items()})
+                made.busy.update({("cache", name): n for name, n in (now - counted).items()})
                 counted.update(now - counted)
             pipe.send_bytes(pickle.dumps(made))
 

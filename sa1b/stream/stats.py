@@ -20,20 +20,14 @@ DATA_WAIT = 0.2  # share of the time spent waiting for data, above which data li
 BUSY = tuple(f"busy_{name}" for name in STAGES)  # names of the numbers that ranks exchange
 
 
-class Busy(dict[tuple[str, str], Any]):
+class Busy(Counter[tuple[str, str]]):
     """Counters by stage and unit, and of reads from the local cache: "items", samples for read, pick and
     decode, batches for collate and device; "bytes", of files, of images for device; "seconds" of all threads.
     """
 
-    def __missing__(self, key: tuple[str, str]) -> int:
-        return 0
-
     def add(self, name: str, size: int, seconds: float, *, items: int = 1) -> None:
-        self.merge({(name, "items"): items, (name, "bytes"): size, (name, "seconds"): seconds})
-
-    def merge(self, other: Mapping[tuple[str, str], Any]) -> None:
-        for key, value in other.items():
-            self[key] += value
+        counts: dict[tuple[str, str], Any] = {(name, "items"): items, (name, "bytes"): size}
+        self.update(counts | {(name, "seconds"): seconds})
 
 
 class Snapshot(dict[str, Any]):
@@ -71,7 +65,7 @@ class PipelineStats:
 
     def count(self, busy: Busy) -> None:
         with self._lock:
-            self.busy.merge(busy)
+            self.busy.update(busy)
 
     def add(self, name: str, size: int, seconds: float, *, items: int = 1) -> None:
         with self._lock:

@@ -69,29 +69,27 @@ def measure(stream: Stream, *, seconds: float = 15.0, quiet: bool = False, **of_
     """Measure storage, decoder and loader of an endless stream for `seconds`; `of_loader`: its options."""
     loader = Loader(stream, **of_loader, quiet=True)
     threads = loader.processes * loader.threads
-    with ThreadPoolExecutor(threads) as pool, bar(100, "bench", "%", quiet) as shown:
+    with ThreadPoolExecutor(threads) as pool, bar(3, "bench", "measurement", quiet) as shown:
 
-        def timed(steps: Iterator[int], end: int) -> float:
-            """Units per second of one measurement, which takes a third of `seconds`, until `end` percent."""
-            began, units, start = time.perf_counter(), 0, shown.n
+        def timed(steps: Iterator[int]) -> float:
+            """Units per second of one measurement, which takes a third of `seconds`."""
+            began, units = time.perf_counter(), 0
             for number in steps:
                 units += number
-                passed = min(1.0, 3 * (time.perf_counter() - began) / seconds)
-                # Whole percents: a sum of fractions may exceed 100, about which tqdm warns.
-                shown.update(start + int((end - start) * passed) - shown.n)
-                if passed == 1.0:
+                if time.perf_counter() - began >= seconds / 3:
                     break
+            shown.update()
             return units / (time.perf_counter() - began)
 
         sizes: list[int] = []
-        storage = timed(storage_reads(stream, pool, threads, sizes), 33)
+        storage = timed(storage_reads(stream, pool, threads, sizes))
         images = _images(stream)
-        decoded = timed(_decodes(stream, images, pool, threads, loader.device), 67)
+        decoded = timed(_decodes(stream, images, pool, threads, loader.device))
         batches = iter(loader)
         for _ in range(loader.prefetch + 2 * loader.processes):  # then all buffers are allocated
             next(batches)
         before = stream.stats.snapshot()
-        rate = timed(map(len, batches), 100)
+        rate = timed(map(len, batches))
         after = stream.stats.snapshot()
         batches.close()
     busy = {name: after[name]["seconds"] - before[name]["seconds"] for name in STAGES}

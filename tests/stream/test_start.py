@@ -131,7 +131,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A compiled loop of a stream that is not loaded yet."""
     loop: Any = kernel(plain(hashing._mix_one))
     monkeypatch.setattr(hashing, "_mix_one", loop)
-    dataset._load_compiled_code.cache_clear()
+    dataset.load_compiled_code.cache_clear()
     return loop
 
 
