@@ -186,7 +186,7 @@ class Stream(BatchStream, SampleSource):
         opened = {"root": self.dataset, "join": self.columns, "text": self.text}
         opened |= {"decoder": self.options.decoder, "cache": None, "cache_bytes": None, "layers": ()}
         state = {"iterations": self.iterations, "damage_log": self.damage_log}
-        return partial(Stream, **{**self._arguments, **opened}), (), state
+        return _reopen, ({**self._arguments, **opened},), state  # a copy has its own arguments
 
     def __repr__(self) -> str:
         return (
@@ -246,3 +246,7 @@ def load_compiled_code() -> None:
 
 
 os.register_at_fork(before=load_compiled_code)
+
+
+def _reopen(arguments: dict[str, Any]) -> Stream:
+    return Stream(**arguments)

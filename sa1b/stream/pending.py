@@ -132,10 +132,8 @@ class PendingBatch:
         self.images = torch.empty(0)  # uint8 [B, S, S, 3], on the decoder's device, by whoever decodes
         self.damage = list[dict[str, Any]]()  # for whoever delivers the batch to log
         self.busy = Busy()  # likewise
-        self.left, self.errors = (
-            0,
-            dict[int, BaseException](),
-        )  # shares that are not made; by their first sample
+        self.left = 0  # shares that threads have not made
+        self.errors = dict[int, BaseException]()  # by the first sample of the share
         for number, source in enumerate(self.sources):
             here = np.flatnonzero(which == number)
             chosen = source.rows(local[here])
@@ -147,8 +145,8 @@ class PendingBatch:
 
     def finish(self) -> Batch:
         """The batch, read and decoded by this thread; the errors are those of `pick` and `decode`."""
-        size, count, decoder = self.source.options.image_size, len(self), self.source.decoder
-        self.images = image_memory((count, size, size, 3), decoder.device)
+        size, count = self.source.options.image_size, len(self)
+        self.images = image_memory((count, size, size, 3), self.source.decoder.device)
         # All choices first: between two decodings, their code and data would leave the processor's caches.
         self.pick(0, count, self.busy)
         self.decode(0, count, self.busy)

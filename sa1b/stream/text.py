@@ -132,10 +132,22 @@ def texts_of(values: Sequence[str | None], tokenizer: Tokenizer, length: int, ke
 
 
 def tokenized(values: Sequence[str | None], tokenizer: Tokenizer, length: int) -> list[Row | None]:
-    return [
-        None if value is None else (key_of(value.encode()), _tokens(value, tokenizer)[:length])
-        for value in values
-    ]
+    name, rows = tokenizer.name, list[Row | None]()
+    end = 1 << 31 if tokenizer.vocabulary is None else tokenizer.vocabulary
+    for value in values:
+        if value is None:
+            rows.append(None)
+            continue
+        try:
+            tokens = np.array(tokenizer.encode(value), np.int64).reshape(-1)
+        except (TypeError, ValueError) as error:
+            returns = f"must return a list of int for {value!r} ({error})"
+            raise ColumnError(f"tokenizer {name!r}: {returns}") from error
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < end:
+            returned = f"returns {tokens.tolist()} for {value!r}"
+            raise ColumnError(f"tokenizer {name!r}: {returned}; tokens must be from 0 to {end - 1}")
+        rows.append((key_of(value.encode()), tokens.astype(np.int32)[:length]))
+    return rows
 
 
 def joined(rows: Sequence[Row | None], key: Key, length: int, width: int = 0) -> Texts:
@@ -151,18 +163,6 @@ def joined(rows: Sequence[Row | None], key: Key, length: int, width: int = 0) ->
         key=key,
         length=length,
     )
-
-
-def _tokens(value: str, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
-    name, end = tokenizer.name, (1 << 31 if tokenizer.vocabulary is None else tokenizer.vocabulary)
-    try:
-        tokens = np.array(tokenizer.encode(value), np.int64).reshape(-1)
-    except (TypeError, ValueError) as error:
-        raise ColumnError(f"tokenizer {name!r}: must return a list of int for {value!r} ({error})") from error
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < end:
-        returned = f"returns {tokens.tolist()} for {value!r}"
-        raise ColumnError(f"tokenizer {name!r}: {returned}; tokens must be from 0 to {end - 1}")
-    return tokens.astype(np.int32)
 
 
 def key_of(data: bytes) -> int:

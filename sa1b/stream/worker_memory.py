@@ -52,6 +52,7 @@ def mapped(file: int, size: int) -> npt.NDArray[np.uint8]:
 
 class _Buffer:
     def __init__(self, size: int) -> None:
+        os.scandir(f"/proc/{os.getppid()}/fd").close()  # OSError: processes may not open each other's files
         self.file = os.memfd_create("sa1b-images", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.file).atexit = False
         self.array = mapped(self.file, _HEAD + size)
@@ -77,7 +78,7 @@ def image_memory(shape: tuple[int, ...], device: torch.device) -> Tensor:
     if free is None:
         # A new list: the thread that sends batches may iterate over the other one.
         _workers[os.getpid()] = buffers = [one for one in buffers if not one.is_free()]
-        with suppress(AttributeError, OSError):  # macOS has none, or `ulimit -n` is low
+        with suppress(OSError, AttributeError):  # as on macOS, or `ulimit -n` is low
             if len(buffers) < _BUFFERS:
                 buffers.append(free := _Buffer(size))
     return fresh(shape, device) if free is None else free.take().view(shape)
