@@ -250,9 +250,10 @@ def polygons(runs: Runs, *, single: bool = False) -> list[list[Polygon]]:
         crop = geometry.crop(runs.select([index]), x, y, width, height)
         pixels = np.pad(rasterize(crop)[0], 1)
         borders, parts = _borders(pixels)
-        origin = np.array([x - 1, y - 1], np.int32)
-        groups = [borders] if single else _grouped(borders, parts)
-        polygons_of_masks.append([_joined(group) + origin for group in groups])
+        origin, groups = np.array([x - 1, y - 1], np.int32), dict[int, list[Polygon]]()
+        for border, part in zip(borders, parts.tolist(), strict=True):
+            groups.setdefault(0 if single else part, []).append(border)
+        polygons_of_masks.append([_joined(group) + origin for group in groups.values()])
     return polygons_of_masks
 
 
@@ -269,13 +270,6 @@ def _borders(pixels: npt.NDArray[np.uint8]) -> tuple[list[Polygon], npt.NDArray[
     parts = labels[starts[:count, 0], starts[:count, 1]].astype(np.int32)
     last = int(ends[count - 1]) if count else 0
     return np.split(points[:last], ends[: count - 1]), parts
-
-
-def _grouped(borders: list[Polygon], parts: npt.NDArray[np.int32]) -> list[list[Polygon]]:
-    groups: dict[int, list[Polygon]] = {}
-    for border, part in zip(borders, parts.tolist(), strict=True):
-        groups.setdefault(part, []).append(border)
-    return list(groups.values())
 
 
 def _joined(borders: list[Polygon]) -> Polygon:
