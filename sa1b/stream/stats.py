@@ -152,34 +152,30 @@ class LoaderSettings:
 
 def remedy(limit: str, settings: LoaderSettings) -> str:
     """What to change if a stage of a loader limits, or measured storage ("storage")."""
-    flags, cpus = "--data." if settings.trains else "--", counted(settings.cpus, "processor")
-    is_larger = settings.stored is None or settings.stored > settings.image_size
-    reshard = (
-        f"reshard to {settings.image_size} px: {command('reshard')} ... --image-size {settings.image_size}"
-    )
+    of_run, on_gpu, cpus = settings.trains, settings.on_gpu, counted(settings.cpus, "processor")
+    flags, size = "--data." if of_run else "--", settings.image_size
+    is_larger = settings.stored is None or settings.stored > size
+    reshard = f"reshard to {size} px: {command('reshard')} ... --image-size {size}"
     now = f"now {settings.processes} x {settings.threads} for {cpus}"
     more = f"add processes or threads ({flags}processes, {flags}threads, {now})"
+    if limit == "decode" and is_larger and of_run:
+        more += f" or {reshard}"  # the CPUs of a rank may not be enough
+    is_away = limit in ("storage", "read") and not settings.is_local
     has_idle_cpus = settings.processes * settings.threads < settings.cpus
-    if limit in ("storage", "read") and not settings.is_local:
-        if settings.cached:
-            return f"raise {flags}cache-bytes if the cache does not hold all shards"
-        return f"cache the data on a local disk with {flags}cache"
-    if limit == "storage":
-        return reshard if is_larger else "use faster storage"
-    if limit == "read" and settings.trains:
-        return "raise --data.prefetch, or pass --data.block-size 16 to a new run"
-    if has_idle_cpus and not (limit in ("collate", "device") and settings.on_gpu):
-        also = limit == "decode" and is_larger and settings.trains  # the CPUs of a rank may not be enough
-        return f"{more} or {reshard}" if also else more
-    if limit == "decode" and is_larger:
-        return reshard
-    if limit == "decode" and settings.on_gpu and not settings.decodes_on_gpu:
-        return f"decode on the GPU: {flags}decode gpu"
-    if limit == "device":
-        return f"lower {'--data.target-size' if settings.trains else '--dense'}"
-    if limit in ("pick", "collate"):
-        return f"lower {flags}masks"
-    return f"give {'each rank' if settings.trains else 'the loader'} more than {cpus}"
+    remedies = (  # the first one that fits
+        (is_away and settings.cached, f"raise {flags}cache-bytes if the cache does not hold all shards"),
+        (is_away, f"cache the data on a local disk with {flags}cache"),
+        (limit == "storage" and is_larger, reshard),
+        (limit == "storage", "use faster storage"),
+        (limit == "read" and of_run, "raise --data.prefetch, or pass --data.block-size 16 to a new run"),
+        (has_idle_cpus and not (limit in ("collate", "device") and on_gpu), more),
+        (limit == "decode" and is_larger, reshard),
+        (limit == "decode" and on_gpu > settings.decodes_on_gpu, f"decode on the GPU: {flags}decode gpu"),
+        (limit == "device", f"lower {'--data.target-size' if of_run else '--dense'}"),
+        (limit in ("pick", "collate"), f"lower {flags}masks"),
+        (True, f"give {'each rank' if of_run else 'the loader'} more than {cpus}"),
+    )
+    return next(text for fits, text in remedies if fits)
 
 
 def limit_of(storage: float, loader: float, busy: Mapping[str, float]) -> str:
