@@ -37,7 +37,7 @@ from sa1b.limit import ForkLock
 from sa1b.stream.batch import Batch
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.decoders import Decoder, decoder
-from sa1b.stream.pending import PendingBatch, SampleSource, where
+from sa1b.stream.pending import PendingBatch, SampleSource
 from sa1b.stream.plan import MAX_POSITION, MicroBatch, Plan, ResumeError, checked_position
 from sa1b.stream.sample import SampleOptions
 from sa1b.stream.stats import PipelineStats
@@ -263,7 +263,7 @@ class BatchStream(IterableDataset[Batch]):
         """Image, shard and offset of the sample at a position, for messages; not of a substitute."""
         (which,), local, _ = self.plan.order.locate(np.array([position]))
         name, source = list(self.sources().items())[int(which)]
-        return where(name, source, source.rows(local)[0])
+        return source.place(source.rows(local)[0], name)
 
     @contextmanager
     def used(self) -> Generator[None]:

@@ -66,7 +66,7 @@ class SampleSource:
         reads_text = condition is not None and not condition.fields.isdisjoint(ORIGIN_FIELDS)
         return self.dataset.submit(rows, text=reads_text)
 
-    def damage(self, row: int, position: int, error: Exception) -> dict[str, Any]:
+    def damage(self, row: int, position: int, error: Exception, name: str | None) -> dict[str, Any]:
         """The arguments of `DamageLog.damaged` for a damaged sample."""
         table = self.dataset.table
         shard = self.dataset.shards[int(table.shard[row])]
@@ -81,20 +81,16 @@ class SampleSource:
             "reason": str(error)[:1000],
             # An evaluation reads the same image each time.
             "once": isinstance(self.plan.order, Sequential),
-        }
+        } | ({} if name is None else {"source": name})
 
-    def place(self, row: int) -> str:
-        """Image, shard and offset of a row of the sample table, for messages."""
-        table = self.dataset.table
+    def place(self, row: int, name: str | None) -> str:
+        """Source, image, shard and offset of a row of the sample table, for messages."""
+        table, source = self.dataset.table, "" if name is None else f"source {name}: "
         shard = self.dataset.reader.url(self.dataset.shards[int(table.shard[row])])
-        return f"image {table.image_id[row]} in {shard} at offset {table.offset[row]:,}"
+        return f"{source}image {table.image_id[row]} in {shard} at offset {table.offset[row]:,}"
 
 
 Sources = Mapping[Any, SampleSource]  # by name in a mixture, else by None
-
-
-def where(name: Any, source: SampleSource, row: int) -> str:
-    return source.place(row) if name is None else f"source {name}: {source.place(row)}"
 
 
 @contextmanager
@@ -212,8 +208,7 @@ class PendingBatch:
         """Note a damaged sample and begin to read its substitute; False: it is black and needs no reading."""
         source, position, row = self.sources[self.which[i]], self.piece.start + i, self.rows[i]
         order, tried = source.plan.order, self.substitutes[i]
-        name = self.names[self.which[i]]
-        self.damage.append(source.damage(row, position, damage) | ({} if name is None else {"source": name}))
+        self.damage.append(source.damage(row, position, damage, self.names[self.which[i]]))
         if isinstance(order, Sequential):
             size, image_id = source.options.image_size, int(source.dataset.table.image_id[row])
             self.samples[i] = no_masks(image_id, Frame.whole_image(size, size, size))
@@ -230,7 +225,7 @@ class PendingBatch:
 
     def _where(self, position: int) -> str:
         i = position - self.piece.start
-        return where(self.names[self.which[i]], self.sources[self.which[i]], self.rows[i])
+        return self.sources[self.which[i]].place(self.rows[i], self.names[self.which[i]])
 
     def collate(self) -> Batch:
         began = time.perf_counter()
