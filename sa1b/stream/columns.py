@@ -164,7 +164,8 @@ def _of_file(given: str | Path, storage_options: Mapping[str, Any] | None, wante
     source = source if is_url else str(Path(source).absolute())
     try:
         system, path = fsspec.core.url_to_fs(source, **(storage_options or {}))
-        state = sorted((entry, str(value)) for entry, value in system.info(path).items())
+        at = path if is_url else os.path.realpath(path)  # not the time of a link
+        state = sorted((entry, str(value)) for entry, value in system.info(at).items())
     except FileNotFoundError as error:
         raise ColumnError(f"{argument}: {source} does not exist; give the path of a table") from error
     except Exception as error:

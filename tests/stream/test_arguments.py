@@ -1,5 +1,6 @@
 """Wrong arguments of Stream, Loader, batches and transforms are refused where they are passed, by name."""
 
+import copy
 import re
 import warnings
 from pathlib import Path
@@ -186,6 +187,11 @@ def test_a_data_loader_that_would_batch_batches_is_told_what_to_pass(
 def test_a_file_as_root_is_refused_with_its_folder(root: Path) -> None:
     with pytest.raises(ManifestError, match=rf"dataset\.json: a file; pass its folder, '{root}'$"):
         stream_of(root / "dataset.json")
+
+
+def test_a_copy_of_a_stream_has_its_own_transforms(root: Path) -> None:
+    stream = stream_of(root, transform=[RandomCrop()])
+    assert copy.deepcopy(stream).options.transform is not stream.options.transform
 
 
 def test_a_stream_that_is_dropped_closes_its_files(root: Path) -> None:

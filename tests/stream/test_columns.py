@@ -216,6 +216,14 @@ def test_a_source_is_converted_once_and_again_when_it_changes(
     assert old.lookup(np.array([1, 2])) == ["a", "b"]  # an open stream keeps the old column
 
 
+def test_a_source_behind_a_link_is_converted_again_when_it_changes(root: Path, tmp_path: Path) -> None:
+    link, blob = tmp_path / "c.parquet", tmp_path / "blob.parquet"
+    link.symlink_to(blob)
+    for text in ("a", "b"):  # of one size
+        write(blob, table_of(IDS, caption=[text] * len(IDS)))
+        assert set(next(iter(stream_of(root, {"caption": link}))).extra["caption"]) == {text}
+
+
 def test_processes_at_the_same_time_convert_it_once(tmp_path: Path) -> None:
     path = write(tmp_path / "c.parquet", table_of(list(range(5000))))
     program = (
