@@ -39,14 +39,17 @@ def find_weights(
     """Weights by published names, float32, on the CPU, and their path or URL; `mean`: their running mean."""
     text = os.fspath(source).rstrip("/")
     folder, _, last = text.rpartition("/")
-    step = step_of(last)
+    step, is_url = step_of(last), bool(protocol_of(text))
     with contextlib.ExitStack() as stack:
-        if protocol_of(text):
-            if last.endswith(FILES):
-                [path] = stack.enter_context(open_store(folder, scratch=scratch).files(last))
-                if not path.exists():
-                    raise CheckpointError(f"{text}: no such object; pass {KINDS}")
+        if last.endswith(FILES) if is_url else not Path(text).is_dir():
+            files = open_store(folder, scratch=scratch).files(last) if is_url else None
+            path = Path(text) if files is None else stack.enter_context(files)[0]
+            try:
                 return text, read_file(path)
+            except FileNotFoundError:
+                raise CheckpointError(f"{text}: no such file or folder; pass {KINDS}") from None
+        proved: Callable[[int], Path]
+        if is_url:
             store = open_store(text if step is None else folder.rpartition("/")[0], scratch=scratch)
             root, there = store.url(CHECKPOINTS), bucket.committed(store) if step is None else [step]
             store.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -55,14 +58,7 @@ def find_weights(
             stack.callback(shutil.rmtree, copies, ignore_errors=True)
             proved = partial(bucket.download, store, copies)
         else:
-            path = Path(source)
-            if not path.exists():
-                with contextlib.suppress(FileNotFoundError):
-                    read_file(path)  # raises another error if it knows who publishes a file of this name
-                raise CheckpointError(f"{path}: no such file or folder; pass {KINDS}")
-            if not path.is_dir():
-                return str(path), read_file(path)
-            checkpoints = path / CHECKPOINTS if step is None else path.parent
+            checkpoints = Path(text, CHECKPOINTS) if step is None else Path(folder)
             root, there = str(checkpoints), steps(checkpoints) if step is None else [step]
             proved = partial(checked, checkpoints)
         if not there:

@@ -8,7 +8,7 @@ Language Supervision", 2021). A pair with the same text as pair i is neither its
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,6 @@ class _Gather(torch.autograd.Function):
         return total[first : first + ctx.count]
 
 
-_gather: Any = _Gather.apply
-
-
 def gather(rows: Tensor) -> Tensor:
     """The rows [N, ...] of all ranks, with gradient: [world size * N, ...]. Collective, both passes."""
     # The engine needs sums over the global batch whose gradients add up over the ranks. Let L = sum over i of
@@ -51,8 +48,8 @@ def gather(rows: Tensor) -> Tensor:
     # So the sum over the ranks, which DDP and FSDP form, is the gradient of L in one process, for any
     # division of the images among the ranks. With several micro-batches, pairs are compared only with those
     # of the same micro-batch of all ranks.
-    gathered: Tensor = _gather(rows) if _is_group() else rows
-    return gathered
+    apply: Any = _Gather.apply
+    return cast(Tensor, apply(rows)) if _is_group() else rows
 
 
 def _is_group() -> bool:
@@ -206,8 +203,6 @@ class TextConfig:
         check_fields(self, "text")
         if self.width % self.heads:
             raise BadValue(f"--text.width {self.width}: must be a multiple of --text.heads {self.heads}")
-        if self.kernel % 2 == 0:
-            raise BadValue(f"--text.kernel {self.kernel}: must be odd")
 
 
 class TextEncoder(nn.Module):

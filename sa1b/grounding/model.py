@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,26 +28,31 @@ from sa1b.grounding.alignment import (
     phrased,
     region_features,
 )
-from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
+from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, inside_image, normalised
+from sa1b.masks.runs import Runs
 from sa1b.sam.image_encoder import ChannelNorm, ImageEncoder, WithImageEncoder
-from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.model import ModelConfig
-from sa1b.sam.published import config_of, read_tensors
+from sa1b.sam.protocol import UNIT, Size, prediction_lines
+from sa1b.sam.published import fit_weights, read_tensors
 from sa1b.sam.recipe import encoder_flops, is_frozen
+from sa1b.sam.targets import overlaps
 from sa1b.stream.batch import Batch
-from sa1b.stream.text import BYTES
+from sa1b.stream.text import open_tokenizer
 
 PIXEL_FEATURES = 32  # numbers of each pixel of the predicted masks
 SIMILARITY_GAIN, BACKGROUND = 10.0, -3.0  # initial factor of the similarities, and logit of background
 _ENCODER = "image_encoder."
+MEANS = ("recall_at_1", "recall_at_5", "chance_at_1", "miou_region", "miou_mask")
+AT = (1, 5)
 
 
 class Grounding(WithImageEncoder):
     """The model in training, with its losses; it fulfils the contract of `sa1b.engine.model`.
 
-    Of the sizes of the image encoder, `pixel_features` has no effect. `length`:
-    largest number of tokens of a phrase. `vectors`: numbers of a precomputed embedding, which replaces the
-    text encoder; 0: phrases are tokens. `capacity`: largest number of masks of a micro-batch of any rank.
+    Of the sizes of the image encoder, `pixel_features` has no effect. `length`: largest number of tokens of a
+    phrase. `vectors`: numbers of a precomputed embedding, which replaces the text encoder; 0: phrases are
+    tokens. `capacity`: largest number of masks of a micro-batch of any rank. UsageError: the number of
+    different tokens is not known.
     """
 
     pixel_mean: Tensor
@@ -58,19 +66,24 @@ class Grounding(WithImageEncoder):
         text: TextConfig,
         recipe: GroundingRecipe,
         *,
-        vocabulary: int,
+        tokenizer: str,
         length: int,
         vectors: int = 0,
         capacity: int = 1,
-        tokenizer: str = BYTES,
     ) -> None:
         super().__init__()
-        self.tokenizer, self.length = tokenizer, length
         self.config, self.text, self.recipe = config, text, recipe
-        self.vectors, self.capacity = vectors, capacity
+        self.tokenizer, self.length, self.vectors, self.capacity = tokenizer, length, vectors, capacity
         channels, features = config.channels, recipe.features
-        self.image_encoder = ImageEncoder(config)
-        self.text_encoder = None if vectors else TextEncoder(text, vocabulary, length)
+        self.image_encoder, self.text_encoder = ImageEncoder(config), None
+        if not vectors:
+            vocabulary = text.vocabulary or open_tokenizer(tokenizer).vocabulary
+            if vocabulary is None:
+                raise UsageError(
+                    f"--data.tokenizer {tokenizer}: does not state its number of tokens; pass "
+                    "--text.vocabulary"
+                )
+            self.text_encoder = TextEncoder(text, vocabulary, length)
         width = vectors or text.width
         hidden = max(channels // 4, PIXEL_FEATURES)
         self.upscale = nn.Sequential(
@@ -102,22 +115,18 @@ class Grounding(WithImageEncoder):
 
     def read_weights(self, path: Path) -> dict[str, Tensor]:
         """The tensors of a grounding model, a SAM or a plain ViT."""
-        tensors = read_tensors(path)
-        return tensors if is_grounding(tensors) else read_initial_weights(path)
+        return read_tensors(path)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> str:
         """Load weights of this model, or of a SAM or a ViT for the image encoder."""
         own, line, fitted = self.state_dict(), f"{len(weights)} tensors of a grounding model", dict(weights)
         if not is_grounding(weights):
-            is_sam = f"{_ENCODER}pos_embed" in weights
-            sizes = replace(config_of(weights), image_size=self.config.image_size) if is_sam else self.config
-            tensors = fit_weights(weights, sizes)[0]
+            features = len(weights.get("similarity.pixels.last.bias", ()))
+            tensors = fit_weights(weights, replace(self.config, pixel_features=features))[0]
             fitted = {name: tensor for name, tensor in tensors.items() if name.startswith(_ENCODER)}
-            kept = [name for name in own if name not in fitted]
-            parts = dict.fromkeys(name.split(".")[0] for name in kept)
+            parts = dict.fromkeys(name.split(".")[0] for name in own if name not in fitted)
             line = f"{len(fitted)} tensors for the image encoder; initial values: {', '.join(parts)}"
-            # A SAM has all of the image encoder, a ViT has no relative positions and no neck.
-            fitted |= {name: own[name] for name in kept if not (is_sam and name.startswith(_ENCODER))}
+            fitted = own | fitted  # a ViT has no relative positions and no neck
         try:
             self.load_state_dict(fitted)
         except RuntimeError as error:
@@ -216,12 +225,92 @@ def is_grounding(weights: Mapping[str, Tensor]) -> bool:
 
 def _with_blank(images: Tensor, masks: Phrased, image_keys: Tensor) -> tuple[Tensor, Phrased, Tensor]:
     """The inputs with a blank image and a phrase for it at the end."""
-    padded = {
-        item.name: torch.cat((value, value.new_zeros(1, *value.shape[1:])))
-        for item in fields(masks)
-        if isinstance(value := getattr(masks, item.name), Tensor)
-    }
+
+    def longer(x: Tensor) -> Tensor:
+        return torch.cat((x, x.new_zeros(1, *x.shape[1:])))
+
+    values = {item.name: getattr(masks, item.name) for item in fields(masks)}
+    padded = {name: longer(value) for name, value in values.items() if isinstance(value, Tensor)}
     padded["image"][-1] = len(images)
-    blank = replace(masks, **padded, counts=(*masks.counts, 1))
-    more = torch.cat((images, images.new_zeros(1, *images.shape[1:])))
-    return more, blank, torch.cat((image_keys, image_keys.new_zeros(1)))
+    return longer(images), replace(masks, **padded, counts=(*masks.counts, 1)), longer(image_keys)
+
+
+class GroundingScore:
+    """Sums over the phrases of an evaluation, as integers: they do not depend on order or world size.
+
+    For each phrase, the regions of its image are ordered by similarity:
+
+        recall_at_1, recall_at_5   part of the phrases whose region is the first, or among the first five
+        chance_at_1                the same for a region chosen at random
+        miou_region                mean IoU of the first region with that of the phrase; 1 for equal phrases
+        miou_mask                  mean IoU of the mask that the model predicts for the phrase
+
+    Any region with the same phrase counts as a region of the phrase.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # One for each of MEANS in units of 1 / UNIT, the phrases, and masks without a pixel, not scored.
+        self.sums = torch.zeros(len(MEANS) + 2, dtype=torch.int64, device=device)
+        self._found: dict[str, Tensor] = {}
+
+    def add(self, module: nn.Module, inputs: tuple[Tensor, Phrased, Tensor], batch: Batch) -> None:
+        """Evaluate the model on a micro-batch and add its phrases."""
+        masks = inputs[1]
+        outputs = module(*inputs, evaluate=True)
+        present = batch.valid[masks.image] & masks.dense.flatten(1).any(dim=1).bool()
+        same_image = masks.image[:, None] == masks.image[None]
+        candidate = same_image & present[None]
+        similarity = (outputs["texts"] @ outputs["regions"].T).masked_fill(~candidate, -torch.inf)
+        described = candidate & (masks.keys[:, None] == masks.keys[None])
+        rows = torch.nonzero(masks.counted).flatten()
+        similarity, candidate, described = similarity[rows], candidate[rows], described[rows]
+        phrases = (masks.keys >= 0) & batch.valid[masks.image]
+        self.sums[-2] += len(rows)
+        self.sums[-1] += (phrases & ~masks.counted).sum()
+        if not len(rows):
+            self._found = dict.fromkeys(("rows", "first", "iou", "chance"), rows)
+            return
+        best = similarity.masked_fill(~described, -torch.inf).amax(dim=1, keepdim=True)
+        before = (similarity > best).sum(dim=1)
+        first = similarity.argmax(dim=1)
+        size, image_size = masks.dense.shape[-1], batch.images.shape[-1]
+        inside = inside_image(masks.sizes, image_size, size)[masks.image]
+        true = masks.dense.bool() & inside
+        logits = outputs["logits"][rows]
+        if size > logits.shape[-1]:
+            logits = functional.interpolate(logits[:, None], (size, size), mode="bilinear")[:, 0]
+        of_region = overlaps(true[first], true[rows])
+        of_mask = overlaps((logits > 0) & inside[rows], true[rows])
+        hits = [(before < at).long() * UNIT for at in AT]
+        chance = described.sum(dim=1) * UNIT // candidate.sum(dim=1)
+        ious = [both * UNIT // either.clamp(min=1) for both, either in (of_region, of_mask)]
+        ious[0] = torch.where(before < 1, UNIT, ious[0])
+        self.sums[:-2] += torch.stack([*hits, chance, *ious]).sum(dim=1)
+        probability = (similarity * outputs["scale"]).softmax(dim=1).amax(dim=1)
+        self._found = {"rows": rows, "first": first, "iou": ious[0] / UNIT, "chance": probability}
+
+    def predictions(self, batch: Batch) -> list[tuple[int, str]]:
+        """Position and line of predictions.jsonl for each image of the micro-batch that was added last."""
+        found = self._found
+        texts = [*batch.extra.values()][-1]  # `Stream` adds the texts after the joined columns
+        rows, first = found["rows"], found["first"].cpu().numpy()
+        phrases = [x if isinstance(x := texts[row], str) else "(an embedding)" for row in rows.tolist()]
+        offsets, counts = batch.masks.offsets.cpu().numpy(), batch.masks.runs.cpu().numpy().view(np.uint32)
+
+        def runs_of(masks: npt.NDArray[np.int64], source: Size, _: Size) -> Runs:
+            return Runs(counts, offsets, *source).select(first[masks])
+
+        return prediction_lines(
+            batch, rows, batch.points[rows], found["iou"], found["chance"], runs_of, phrases
+        )
+
+    def all_reduce(self) -> None:
+        dist.all_reduce(self.sums)
+
+    def result(self) -> dict[str, float]:
+        """The means by name, from 0 to 1; "phrases", the number of phrases; and "empty"."""
+        *sums, count, empty = self.sums.tolist()
+        means: dict[str, float] = {"phrases": count}
+        if count:
+            means |= {name: total / (UNIT * count) for name, total in zip(MEANS, sums, strict=True)}
+        return means | {"empty": empty}

@@ -16,8 +16,10 @@ import contextlib
 import io
 import json
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from sa1b.arguments import BadValue
@@ -96,10 +97,7 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
 def _named(where: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        why = f"cannot be read ({error.strerror}); pass a file that this user can read"
-        raise UsageError(f"{where}: {why}") from None
-    except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         what = f"no field or image {error}" if isinstance(error, KeyError) else str(error)
         raise UsageError(
             f"{where}: {what}; pass a file in COCO's format, such as instances_val2017.json or its results"
@@ -119,36 +117,41 @@ def evaluate_coco(
     """
     module.eval()
     device, detected = rank_info.device, config.evaluation.detections is not None
-    score, empty = Score.empty(device, PROMPTS), torch.zeros(1, dtype=torch.int64, device=device)
-    results: list[dict[str, Any]] = []
+    score, results, empty = Score.empty(device, PROMPTS), list[dict[str, Any]](), 0
+    none = torch.zeros(0, device=device)
     # All ranks call the model equally often: one without an image of its own repeats one that does not count.
     ranks = rank_info.world_size
     numbers = range(rank_info.rank, -(-len(images) // ranks) * ranks, ranks)
-    loaded = _loaded([images[number % len(images)] for number in numbers])
     shown = tqdm(numbers, desc="evaluate", unit="image", disable=rank_info.rank > 0)
-    for number, (image, pixels, truth, areas) in zip(shown, loaded, strict=True):
-        inputs = _inputs(pixels, config.image_size, device)
-        with autocast(config.parallel.precision, device):
-            if detected:
-                boxes = np.array([_corners(one["bbox"]) for one in image.detections], np.float64)
-                protocol = BoxMasks(boxes.reshape(-1, 4), (image.height, image.width))
-                masks = module(*inputs, protocol=protocol)["masks"]
-                if number < len(images) and len(boxes):
-                    results += _results(image, masks.cpu().numpy())
-                continue
-            filled = truth.masks.any(axis=(1, 2))
-            counted = ImageTruth(truth.masks[filled], truth.boxes[filled])
-            outputs = module(*inputs, protocol=SamProtocol([counted]))
-            if number < len(images):
-                sizes = torch.from_numpy(areas[filled]).to(device)
-                score.add(outputs["intersections"], outputs["unions"], sizes, torch.ones_like(sizes))
-                empty += int((~filled).sum())
+    with ThreadPoolExecutor(1) as pool:
+        loaded = (pool.submit(load_image, images[number % len(images)]) for number in numbers)
+        # A pair of the image and the next one, which is read meanwhile.
+        for number, (ready, _) in zip(shown, pairwise(chain(loaded, [Future[Loaded]()])), strict=True):
+            image, pixels, truth, areas = ready.result()
+            square, taken = framed(pixels, config.image_size, device)
+            # A protocol takes only the sizes of the targets.
+            targets = Targets(none, none, none, none, none, none, taken.to(device))
+            call = partial(module, square, targets, none)
+            with autocast(config.parallel.precision, device):
+                if detected:
+                    boxes = np.array([_corners(one["bbox"]) for one in image.detections], np.float64)
+                    protocol = BoxMasks(boxes.reshape(-1, 4), (image.height, image.width))
+                    masks = call(protocol=protocol)["masks"]
+                    if number < len(images) and len(boxes):
+                        results += _results(image, masks.cpu().numpy())
+                    continue
+                filled = truth.masks.any(axis=(1, 2))
+                counted = ImageTruth(truth.masks[filled], truth.boxes[filled])
+                outputs = call(protocol=SamProtocol([counted]))
+                if number < len(images):
+                    sizes = torch.from_numpy(areas[filled]).to(device)
+                    score.add(outputs["intersections"], outputs["unions"], sizes, torch.ones_like(sizes))
+                    empty += int((~filled).sum())
     if detected:
-        return _average_precision(images[0].truth, results, rank_info)
+        return _average_precision(images[0].truth, [*chain(*rank_info.gather(results))])
     if rank_info.world_size > 1:
         score.all_reduce()
-        dist.all_reduce(empty)
-    return {**score.result(), "empty": int(empty)}
+    return {**score.result(), "empty": sum(rank_info.gather(empty))}
 
 
 def detection_line(scores: Mapping[str, Any]) -> str:
@@ -158,16 +161,6 @@ def detection_line(scores: Mapping[str, Any]) -> str:
 
 
 Loaded = tuple[EvaluatedImage, npt.NDArray[np.uint8], ImageTruth, npt.NDArray[np.int64]]
-
-
-def _loaded(images: list[EvaluatedImage]) -> Iterator[Loaded]:
-    """The contents of images; a thread prefetches the next one."""
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(load_image, images[0])
-        for following in images[1:]:
-            ready, pending = pending, pool.submit(load_image, following)
-            yield ready.result()
-        yield pending.result()
 
 
 def load_image(image: EvaluatedImage) -> Loaded:
@@ -212,25 +205,6 @@ def _corners(box: Any) -> tuple[float, float, float, float]:
     return x, y, x + width, y + height
 
 
-def _inputs(
-    pixels: npt.NDArray[np.uint8], image_size: int, device: torch.device
-) -> tuple[Tensor, Targets, Tensor]:
-    """Arguments of `Interactive` for one image, without targets."""
-    images, sizes = framed(pixels, image_size, device)
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    targets = Targets(
-        masks=torch.zeros((0, image_size // 4, image_size // 4), dtype=torch.uint8, device=device),
-        boxes=torch.zeros((0, 4), device=device),
-        points=torch.zeros((0, 2), device=device),
-        image=none,
-        weights=torch.zeros(0, device=device),
-        keys=none,
-        sizes=sizes.to(device),
-        counts=[0],
-    )
-    return images, targets, torch.zeros(1, dtype=torch.int64, device=device)
-
-
 def _results(image: EvaluatedImage, masks: npt.NDArray[np.bool_]) -> list[dict[str, Any]]:
     """COCO results: the masks of an image's detections."""
     from pycocotools import mask
@@ -247,18 +221,13 @@ def _results(image: EvaluatedImage, masks: npt.NDArray[np.bool_]) -> list[dict[s
     ]
 
 
-def _average_precision(truth: Any, results: list[dict[str, Any]], rank_info: RankInfo) -> dict[str, float]:
-    of_all = [results]
-    if rank_info.world_size > 1:
-        of_all = of_all * rank_info.world_size
-        dist.all_gather_object(of_all, results)
-    everything = [result for some in of_all for result in some]
-    if not everything:
+def _average_precision(truth: Any, results: list[dict[str, Any]]) -> dict[str, float]:
+    if not results:
         return dict.fromkeys(_AP, 0.0)
     from pycocotools.cocoeval import COCOeval
 
     with contextlib.redirect_stdout(io.StringIO()):
-        judged = COCOeval(truth, truth.loadRes(everything), "segm")
+        judged = COCOeval(truth, truth.loadRes(results), "segm")
         judged.evaluate()
         judged.accumulate()
         judged.summarize()

@@ -2,56 +2,99 @@
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
+import tyro
 
+from sa1b.arguments import Range, check_cache_flags, check_fields
 from sa1b.engine.config import Config
 from sa1b.engine.model import Scorer
+from sa1b.engine.ranks.parallel import available_memory
 from sa1b.engine.settings import CheckpointConfig, DataConfig, OptimConfig
 from sa1b.errors import UsageError
 from sa1b.grounding.alignment import GroundingRecipe, TextConfig
-from sa1b.grounding.model import Grounding
-from sa1b.grounding.score import GroundingScore
+from sa1b.grounding.model import Grounding, GroundingScore
 from sa1b.recipes.scorer import ClickScorer
-from sa1b.recipes.weights import (
-    EmbeddingsConfig,
-    TeacherConfig,
-    check_memory,
-    grounding_of,
-    open_teacher,
-    teacher_digest,
-)
+from sa1b.recipes.weights import teacher_weights
 from sa1b.sam.distillation import Distillation
 from sa1b.sam.embedding_cache import open_cache
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.published import config_of, fit_weights, weights_digest
 from sa1b.sam.recipe import Recipe
+from sa1b.storage.protocols import protocol_of
 
 Preset = Literal[
-    "vit_b",
-    "vit_l",
-    "vit_h",
-    "sam2",
-    "vit_t",
-    "tiny_vit",
-    "repvit",
-    "tiny",
-    "distill",
-    "distill_tiny_vit",
-    "distill_repvit",
-    "distill_tiny",
-    "grounding",
-    "grounding_tiny",
-]
+    "vit_b", "vit_l", "vit_h", "sam2", "vit_t", "tiny_vit", "repvit", "tiny",
+    "distill", "distill_tiny_vit", "distill_repvit", "distill_tiny", "grounding", "grounding_tiny",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherConfig:
+    """The teacher of a distillation.
+
+    Attributes:
+        teacher: Weights of the teacher, a SAM: a published file (.safetensors, .pth), a checkpoint, the
+            folder of a run, or the URL of one of these. For --dry-run and `sa1b plan train`, the name of a
+            model is enough: vit_b, vit_l, vit_h.
+        cache: Folder on a local disk that keeps the teacher's embeddings, rounded to float16, so that later
+            epochs read them; for subsets of some ten thousand images, 2 MB each. By default the teacher
+            computes the embedding of every image in every epoch.
+        cache_bytes: Limit of the cache on each machine, in bytes; required with a cache. When it is reached,
+            further embeddings are computed and not kept.
+        digest: Digest of the teacher's weights, which is recorded in checkpoints.
+    """
+
+    teacher: str = ""
+    cache: str | None = None
+    cache_bytes: Annotated[int | None, Range(1)] = None
+    digest: Annotated[str, tyro.conf.Suppress] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingsConfig:
+    """The embeddings of an image encoder that is not trained (--optim.freeze image_encoder).
+
+    Attributes:
+        cache: Folder on a local disk that keeps the embeddings, rounded to float16, so that later epochs and
+            runs read them: 2 MB for each image with the published models, twice that with --data.flip. By
+            default the image encoder runs on every image in every epoch.
+        cache_bytes: Limit of the cache on each machine, in bytes; required with a cache. When it is reached,
+            further embeddings are computed and not kept.
+    """
+
+    cache: str | None = None
+    cache_bytes: Annotated[int | None, Range(1)] = None
+
+
+def _check_cache(part: str, config: TeacherConfig | EmbeddingsConfig) -> None:
+    check_cache_flags(f"--{part}.cache", config.cache, config.cache_bytes)
+    check_fields(config, part)
+    if protocol_of(config.cache or ""):
+        raise UsageError(f"--{part}.cache {config.cache}: must be a folder on a local disk, not a URL")
+
+
+def _check_memory(model: ModelConfig) -> None:
+    """Refuse a model whose weights do not fit this machine: the system would kill the process silently."""
+    # Attention and MLP of each block, the neck's last convolution and the positions; the rest is small.
+    needed = 4 * (12 * model.depth * model.width**2 + 9 * model.channels**2 + model.side**2 * model.width)
+    if torch.get_default_device().type != "meta" and needed > (available := available_memory()):
+        raise UsageError(
+            f"--model.width {model.width}, --model.depth {model.depth}, --model.channels {model.channels}, "
+            f"--model.image-size {model.image_size}: the weights take at least {needed:,} bytes, and "
+            f"{available:,.0f} are available; pass smaller sizes"
+        )
 
 
 class OfSam(Config):
     """What the settings of all presets have: the sizes of an image encoder, and SAM's scores by default."""
 
     __slots__ = ()
+    preset: Preset
     model: ModelConfig
 
     @property
@@ -61,6 +104,23 @@ class OfSam(Config):
 
     def scorer(self, device: torch.device) -> Scorer:
         return ClickScorer(self.evaluation.protocol == "sam", device)
+
+    def check(self) -> None:
+        Config.check(self)
+        low, rank = self.image_size // 4, self.model.lora_rank
+        if rank and not isinstance(self, SamConfig):
+            raise UsageError(f"--model.lora-rank {rank}: is for presets of SAM, not {self.preset}; drop it")
+        if isinstance(self, DistillConfig):
+            return
+        if self.data.masks == 0:
+            raise UsageError(
+                "--data.masks 0: leaves this model nothing to learn; pass at least 1, or --preset distill"
+            )
+        if self.data.target_size is not None and self.data.target_size < low:
+            raise UsageError(
+                f"--data.target-size {self.data.target_size}: must be at least the {low} pixels of the "
+                f"predicted masks (--model.image-size {self.image_size} / 4)"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +147,27 @@ class SamConfig(OfSam):
 
     def build(self) -> Interactive:
         """The model together with the simulated user of interactive training."""
-        check_memory(self.model)
+        _check_memory(self.model)
         cache, limit = self.embeddings.cache, self.embeddings.cache_bytes
-        if cache is None or limit is None or self.evaluate_only:
-            return Interactive(Sam(self.model), self.recipe)
-        opened = partial(open_cache, "--embeddings.cache", cache, limit)
+        opened = None
+        if cache is not None and limit is not None and not self.evaluate_only:
+            opened = partial(open_cache, "--embeddings.cache", cache, limit)
         return Interactive(Sam(self.model), self.recipe, opened)
 
     def check(self) -> None:
-        Config.check(self)
-        _check_targets(self)
-        self.embeddings.check(self.optim.freeze, self.parallel.mode)
+        OfSam.check(self)
+        _check_cache("embeddings", self.embeddings)
+        cache, frozen = self.embeddings.cache, self.optim.freeze
+        if cache is not None and "image_encoder" not in frozen:
+            raise UsageError(
+                f"--embeddings.cache {cache}: the embeddings of a trained image encoder change in each step, "
+                f"and --optim.freeze is {' '.join(frozen) or 'not given'}; pass --optim.freeze image_encoder"
+            )
+        if cache is not None and self.parallel.mode == "fsdp":
+            raise UsageError(
+                f"--embeddings.cache {cache}: needs the whole image encoder on each rank, not "
+                "--parallel.mode fsdp; pass --parallel.mode ddp"
+            )
         if self.model.lora_rank and self.init is None and not (self.dry_run or self.evaluate_only):
             raise UsageError(
                 f"--model.lora-rank {self.model.lora_rank}: changes weights that are trained already; pass "
@@ -124,28 +194,40 @@ class DistillConfig(OfSam):
     recipe: Recipe = field(default_factory=Recipe)
 
     def build(self) -> Distillation:
-        """Student and teacher."""
-        check_memory(self.model)
+        """Student and teacher, which has the student's image size; a model's name gives random weights."""
+        _check_memory(self.model)
         student = Sam(self.model)  # first, so that its initial weights do not depend on the teacher's sizes
-        teacher = open_teacher(self.distill.teacher, self.model, self.scratch)
+        weights = teacher_weights(self.distill.teacher, self.scratch)
+        sizes = MODELS[self.distill.teacher] if weights is None else config_of(weights)
+        sizes = replace(sizes, image_size=self.image_size, compile_blocks=self.model.compile_blocks)
+        teacher = Sam(sizes)
+        if weights is not None and not teacher.pixel_mean.is_meta:
+            teacher.load_state_dict(fit_weights(weights, sizes)[0])
         cache, limit, digest = self.distill.cache, self.distill.cache_bytes, self.distill.digest
-        if cache is None or limit is None or not digest or self.evaluate_only:  # no digest: a dry run
-            return Distillation(student, self.recipe, teacher, None)
-        return Distillation(
-            student, self.recipe, teacher, open_cache("--distill.cache", cache, limit, digest)
-        )
+        opened = None
+        if cache is not None and limit is not None and digest and not self.evaluate_only:
+            opened = open_cache("--distill.cache", cache, limit, digest)  # no digest: a dry run
+        return Distillation(student, self.recipe, teacher, opened)
 
     def resolved(self) -> "DistillConfig":
         """The settings with the digest of the teacher; see `Config.resolved`."""
         if self.dry_run:
             return self
-        digest = teacher_digest(self.distill.teacher, self.scratch)
-        return replace(self, distill=replace(self.distill, digest=digest))
+        weights = teacher_weights(self.distill.teacher, self.scratch)
+        if weights is None:
+            raise UsageError(
+                f"--distill.teacher {self.distill.teacher}: is the name of a model; to train, pass the file "
+                "of its weights"
+            )
+        return replace(self, distill=replace(self.distill, digest=weights_digest(weights)[:16]))
 
     def check(self) -> None:
-        Config.check(self)
-        self.distill.check()
-        _refuse_low_rank(self)
+        OfSam.check(self)
+        if not self.distill.teacher:
+            raise UsageError(
+                "--distill.teacher: missing; pass the weights of a SAM: a run, a .safetensors or a .pth"
+            )
+        _check_cache("distill", self.distill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +251,13 @@ class GroundingConfig(OfSam):
 
     def build(self) -> Grounding:
         """The model. In a process group, its capacity is that of the group's micro-batches."""
-        check_memory(self.model)
+        _check_memory(self.model)
         data, world_size = self.data, dist.get_world_size() if dist.is_initialized() else 1
         images = data.global_batch if self.evaluate_only else self.micro_batches(world_size)[0]
-        return grounding_of(self.model, self.text, self.recipe, data, images * data.masks)
+        return Grounding(
+            self.model, self.text, self.recipe, tokenizer=data.tokenizer, length=data.text_tokens,
+            vectors=data.text_width, capacity=images * data.masks,
+        )  # fmt: skip
 
     def scorer(self, device: torch.device) -> GroundingScore:
         return GroundingScore(device)
@@ -189,38 +274,12 @@ class GroundingConfig(OfSam):
         return size, count
 
     def check(self) -> None:
-        Config.check(self)
-        if self.evaluation.coco is not None:
-            raise UsageError(
-                "--evaluation.coco: has no phrases for a grounding model; pass --evaluation.view"
-            )
+        OfSam.check(self)
         if self.data.text is None:
             raise UsageError(
                 "--data.text: missing; pass a table with a phrase for each mask, such as the phrases.parquet "
                 "of `sa1b synthesize --phrases`"
             )
-        _check_targets(self)
-        _refuse_low_rank(self)
-
-
-def _refuse_low_rank(config: DistillConfig | GroundingConfig) -> None:
-    if config.model.lora_rank:
-        raise UsageError(
-            f"--model.lora-rank {config.model.lora_rank}: is for presets of SAM, not {config.preset}; drop it"
-        )
-
-
-def _check_targets(config: SamConfig | GroundingConfig) -> None:
-    if config.data.masks == 0:
-        raise UsageError(
-            "--data.masks 0: leaves this model nothing to learn; pass at least 1, or --preset distill"
-        )
-    low = config.image_size // 4
-    if config.data.target_size is not None and config.data.target_size < low:
-        raise UsageError(
-            f"--data.target-size {config.data.target_size}: must be at least the {low} pixels of the "
-            f"predicted masks (--model.image-size {config.image_size} / 4)"
-        )
 
 
 def _published(model: Preset, batch: int, drop_path: float, **optim: Any) -> SamConfig:
@@ -234,14 +293,8 @@ def _published(model: Preset, batch: int, drop_path: float, **optim: Any) -> Sam
 
 
 def _cosine(batch: int, lr: float, steps: int, warmup: int, **more: Any) -> OptimConfig:
-    return OptimConfig(
-        lr=lr,
-        reference_batch=batch,
-        schedule="cosine",
-        steps=steps,
-        warmup=warmup,
-        **{"layer_decay": 1.0} | more,
-    )
+    given: dict[str, Any] = {"schedule": "cosine", "layer_decay": 1.0} | more
+    return OptimConfig(lr=lr, reference_batch=batch, steps=steps, warmup=warmup, **given)
 
 
 def _tiny(lr: float, steps: int, masks: int = 16) -> dict[str, Any]:
@@ -335,8 +388,6 @@ GROUNDING_PRESETS: dict[str, GroundingConfig] = {
     ),
 }
 
-PRESETS: dict[str, SamConfig | DistillConfig | GroundingConfig] = {
-    **SAM_PRESETS,
-    **DISTILL_PRESETS,
-    **GROUNDING_PRESETS,
-}
+PRESETS: dict[str, SamConfig | DistillConfig | GroundingConfig] = (
+    SAM_PRESETS | DISTILL_PRESETS | GROUNDING_PRESETS
+)

@@ -10,6 +10,7 @@ Two protocols for clicks:
 
 import json
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,14 @@ class ClickScorer:
 
     def __init__(self, published: bool, device: torch.device) -> None:
         self.published = published
-        self.score = self._new_score(device)
         self.empty = torch.zeros((), dtype=torch.int64, device=device)
-        self._by_source: dict[str, Score] = {}  # of a mixture
+        self._scores: dict[str, Score] = {}  # of all images, "", and of each source of a mixture
         self._last: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None
 
-    def _new_score(self, device: torch.device | None = None) -> Score:
+    def _score(self, source: str = "") -> Score:
         prompts = PROMPTS if self.published else QUICK_PROMPTS
-        return Score.empty(device or self.score.sums.device, prompts, by_size=self.published)
+        empty = Score.empty(self.empty.device, prompts, by_size=self.published)
+        return self._scores.setdefault(source, empty)
 
     def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
         rows = torch.nonzero(batch.valid[batch.masks.image]).flatten()
@@ -70,12 +71,12 @@ class ClickScorer:
             outputs = module(*inputs, evaluate=True)
             outputs = {name: values[rows] for name, values in outputs.items()}
         weights = torch.ones_like(batch.areas[rows]) if self.published else inputs[1].weights[rows]
-        self.score.add(outputs["intersections"], outputs["unions"], batch.areas[rows], weights)
-        for name in sorted(set(batch.source)):
-            of_source = torch.tensor([source == name for source in batch.source], device=weights.device)
-            counted = weights * of_source[batch.masks.image[rows]]
-            score = self._by_source.setdefault(name, self._new_score())
-            score.add(outputs["intersections"], outputs["unions"], batch.areas[rows], counted)
+        for name in ("", *set(batch.source)):
+            counted = weights
+            if name:
+                of_source = torch.tensor([source == name for source in batch.source], device=weights.device)
+                counted = weights * of_source[batch.masks.image[rows]]
+            self._score(name).add(outputs["intersections"], outputs["unions"], batch.areas[rows], counted)
         self.empty += (weights == 0).sum()
         self._last = rows, weights, outputs
 
@@ -95,21 +96,21 @@ class ClickScorer:
         return prediction_lines(batch, rows, points, iou, found["predicted_iou"], runs_of)
 
     def all_reduce(self) -> None:
-        self.score.all_reduce()
         dist.all_reduce(self.empty)
         names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(names, list(self._by_source))  # a rank may have had no image of a source
-        for name in sorted({name for some in names for name in some}):
-            self._by_source.setdefault(name, self._new_score()).all_reduce()
+        dist.all_gather_object(names, ["", *self._scores])  # a rank may have had no image of a source
+        for name in sorted(set(chain(*names))):
+            self._score(name).all_reduce()
 
     def result(self) -> dict[str, float]:
-        # The figures of a source of a mixture have its name after a slash.
-        by_source = {
+        """The scores; those of a source of a mixture have its name after a slash."""
+        all_images = self._score().result() | {"empty": int(self.empty)}
+        return all_images | {
             f"{figure}/{name}": value
-            for name, score in sorted(self._by_source.items())
+            for name, score in sorted(self._scores.items())
             for figure, value in score.result().items()
+            if name
         }
-        return self.score.result() | {"empty": int(self.empty)} | by_source
 
 
 def source_truth(batch: Batch) -> list[ImageTruth]:
@@ -129,25 +130,28 @@ def source_truth(batch: Batch) -> list[ImageTruth]:
     return made
 
 
-def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo, phases: Phases) -> None:
+def score(config: Config, build: Callable[[], nn.Module], rank_info: RankInfo, phases: Phases) -> None:
     """Evaluate a model, built after the data is opened, and print the scores: --evaluate-only."""
-    coco, folder = config.evaluation.coco, config.evaluation.images
+    coco, folder, control = config.evaluation.coco, config.evaluation.images, None
+    scores: dict[str, float] | None
     if coco is not None and folder is not None:
         images = read_coco(coco, folder, config.evaluation.detections)
         module = wrap(build(), config.parallel, rank_info)
-        _print(config, evaluate_coco(module, images, config, rank_info), rank_info)
-        return
-    held_out = held_out_feed(config, rank_info, None)
-    assert held_out is not None  # refused by Config.check
-    phases.reading = held_out.loader.reading
-    if config.evaluation.show:
-        check_files(FolderStore(config.folder), config.out, "predictions.jsonl")
-    module = wrap(build(), config.parallel, rank_info)
-    control = _Writing(rank_info, limit=config.data.deadline)
-    scores = evaluate(module, held_out, config, rank_info, control=control, phases=phases)
-    if scores is not None:
-        _print(config, scores, rank_info)
-    control.check()
+        scores = evaluate_coco(module, images, config, rank_info)
+    else:
+        held_out = held_out_feed(config, rank_info, None)
+        assert held_out is not None  # refused by Config.check
+        phases.reading = held_out.loader.reading
+        if config.evaluation.show:
+            check_files(FolderStore(config.folder), config.out, "predictions.jsonl")
+        module = wrap(build(), config.parallel, rank_info)
+        control = _Writing(rank_info, limit=config.data.deadline)
+        scores = evaluate(module, held_out, config, rank_info, control=control, phases=phases)
+    if scores is not None and rank_info.rank == 0:
+        line, shown = detection_line if "ap" in scores else score_line, scores | config.evaluation.how(scores)
+        print(json.dumps(shown) if config.json_output else line(shown))
+    if control is not None:
+        control.check()
 
 
 class _Writing(Control):
@@ -162,12 +166,6 @@ class _Writing(Control):
                 "the scores are complete, the predicted masks are missing: pass --evaluation.show 0 to go "
                 "without them, or an --out that this user can write"
             )
-
-
-def _print(config: "Config", scores: dict[str, float], rank_info: RankInfo) -> None:
-    if rank_info.rank == 0:
-        line, shown = detection_line if "ap" in scores else score_line, scores | config.evaluation.how(scores)
-        print(json.dumps(shown) if config.json_output else line(shown))
 
 
 def scored_model(config: Config) -> nn.Module:

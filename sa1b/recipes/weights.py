@@ -1,38 +1,61 @@
-"""Weights of SAM: a model from a run or a file, the teacher of a distillation, and the flags of caches."""
+"""Weights in and out: the model of a run or a file, the teacher of a distillation, and conversion to one file
+or to a folder in the form of another program.
+"""
 
 import json
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 
-from sa1b.arguments import Range, check_arguments, check_cache_flags, check_fields
+from sa1b.arguments import check_arguments
 from sa1b.console import counted
 from sa1b.engine import weights
-from sa1b.engine.ranks.parallel import available_memory
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.grounding.alignment import GroundingRecipe, TextConfig
 from sa1b.grounding.model import Grounding, is_grounding
-from sa1b.sam.initial_weights import fit_weights
+from sa1b.sam import other_forms
 from sa1b.sam.low_rank import merged
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
-from sa1b.sam.published import WeightsError, config_of, read_weights, weights_digest
-from sa1b.storage.protocols import protocol_of
-from sa1b.stream.text import open_tokenizer
+from sa1b.sam.published import (
+    FORMATS,
+    WeightsError,
+    check_weights,
+    config_of,
+    preset_of,
+    read_tensors,
+    write_weights,
+)
+from sa1b.storage.atomic import commit, flush
+
+PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package can build by name
+_NAMES = {  # how the names of a form's files begin
+    "segment-anything": ("model.pth",),
+    "safetensors": ("model.safetensors",),
+    "transformers": ("config.json", "preprocessor_config.json", "model.safetensors"),
+    "onnx": (other_forms.ENCODER, other_forms.DECODER),  # .data may follow
+}
+_PROMPTS = 100  # on which ONNX files are compared with torch
 
 
 def find_weights(source: str | PathLike[str], scratch: Path | None = None) -> tuple[str, dict[str, Tensor]]:
-    """The weights in a run, a checkpoint or a file, with low-rank changes added to the weights that they
-    change; see `sa1b.engine.weights.find_weights`.
+    """The weights of a SAM in a run, a checkpoint or a file, with low-rank changes added to the weights that
+    they change, see `sa1b.engine.weights.find_weights`. WeightsError: they are not those of a SAM.
     """
-    where, tensors = weights.find_weights(source, read_weights, scratch)
-    return where, merged(tensors)
+    where, tensors = weights.find_weights(source, read_tensors, scratch)
+    if is_grounding(tensors):
+        raise WeightsError(
+            f"{where}: a grounding model, not a SAM; pass its run to sa1b.load_grounding, or as --init"
+        )
+    tensors = merged(tensors)
+    check_weights(where, tensors)
+    return where, tensors
 
 
 @check_arguments
@@ -52,17 +75,9 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
     if not isinstance(source, str | PathLike):
         raise UsageError(f"source {source!r}: not a path; pass {weights.KINDS}")
     _check_device(device)
-    where, tensors = find_weights(source)
-    if is_grounding(tensors):
-        raise WeightsError(f"{where}: a grounding model; load its run with sa1b.load_grounding")
-    try:
-        model = Sam(config_of(tensors))
-        model.load_state_dict(tensors)
-    except (KeyError, ValueError, IndexError, RuntimeError) as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise WeightsError(
-            f"{where}: not the weights of a SAM ({type(error).__name__}: {first}); pass {weights.KINDS}"
-        ) from None
+    tensors = find_weights(source)[1]
+    model = Sam(config_of(tensors))
+    model.load_state_dict(tensors)
     return model.to(device).eval()
 
 
@@ -101,148 +116,175 @@ def load_grounding(source: str | PathLike[str], device: torch.device | str = "cp
             f"{source}: not the run of a grounding model ({type(error).__name__}: {error}); pass the --out "
             "of `sa1b train --preset grounding`"
         ) from None
-    model = grounding_of(sizes, text, recipe, SimpleNamespace(**data))
-    where, weights = find_weights(path)
-    if not is_grounding(weights):
-        raise UsageError(f"{where}: the weights of another model; pass the run of a grounding model")
-    model.load_weights(weights)
+    length, vectors = data["text_tokens"], data["text_width"]
+    model = Grounding(sizes, text, recipe, tokenizer=data["tokenizer"], length=length, vectors=vectors)
+    model.load_weights(weights.find_weights(path, read_tensors)[1])
     return model.to(device).eval()
 
 
-def grounding_of(
-    sizes: ModelConfig, text: TextConfig, recipe: GroundingRecipe, data: Any, capacity: int = 1
-) -> Grounding:
-    """The model of a run; `data`: its settings. UsageError: the number of tokens is not known."""
-    vocabulary = 1 if data.text_width else text.vocabulary or open_tokenizer(data.tokenizer).vocabulary
-    if vocabulary is None:
-        raise UsageError(
-            f"--data.tokenizer {data.tokenizer}: does not state its number of tokens; pass --text.vocabulary"
-        )
-    lengths = {"length": data.text_tokens, "vectors": data.text_width, "capacity": capacity}
-    return Grounding(sizes, text, recipe, vocabulary=vocabulary, tokenizer=data.tokenizer, **lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class TeacherConfig:
-    """The teacher of a distillation.
-
-    Attributes:
-        teacher: Weights of the teacher, a SAM: a published file (.safetensors, .pth), a checkpoint, the
-            folder of a run, or the URL of one of these. For --dry-run and `sa1b plan train`, the name of a
-            model is enough: vit_b, vit_l, vit_h.
-        cache: Folder on a local disk that keeps the teacher's embeddings, rounded to float16, so that later
-            epochs read them; for subsets of some ten thousand images, 2 MB each. By default the teacher
-            computes the embedding of every image in every epoch.
-        cache_bytes: Limit of the cache on each machine, in bytes; required with a cache. When it is reached,
-            further embeddings are computed and not kept.
-        digest: Digest of the teacher's weights, which is recorded in checkpoints.
-    """
-
-    teacher: str = ""
-    cache: str | None = None
-    cache_bytes: Annotated[int | None, Range(1)] = None
-    digest: Annotated[str, tyro.conf.Suppress] = ""
-
-    def check(self) -> None:
-        """UsageError names the flag of a setting that does not fit the others."""
-        if not self.teacher:
-            raise UsageError(
-                "--distill.teacher: missing; pass the weights of a SAM: a run, a .safetensors or a .pth"
-            )
-        _check_cache("distill", self)
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingsConfig:
-    """The embeddings of an image encoder that is not trained (--optim.freeze image_encoder).
-
-    Attributes:
-        cache: Folder on a local disk that keeps the embeddings, rounded to float16, so that later epochs and
-            runs read them: 2 MB for each image with the published models, twice that with --data.flip. By
-            default the image encoder runs on every image in every epoch.
-        cache_bytes: Limit of the cache on each machine, in bytes; required with a cache. When it is reached,
-            further embeddings are computed and not kept.
-    """
-
-    cache: str | None = None
-    cache_bytes: Annotated[int | None, Range(1)] = None
-
-    def check(self, frozen: Collection[str], mode: str) -> None:
-        """UsageError names the flag of a setting that does not fit the others."""
-        if self.cache is not None and "image_encoder" not in frozen:
-            raise UsageError(
-                f"--embeddings.cache {self.cache}: the embeddings of a trained image encoder change in every "
-                f"step, and --optim.freeze is {' '.join(frozen) or 'not given'}; pass --optim.freeze "
-                "image_encoder"
-            )
-        if self.cache is not None and mode == "fsdp":
-            raise UsageError(
-                f"--embeddings.cache {self.cache}: needs the whole image encoder on each rank, not "
-                f"--parallel.mode fsdp; pass --parallel.mode ddp"
-            )
-        _check_cache("embeddings", self)
-
-
-def _check_cache(part: str, config: TeacherConfig | EmbeddingsConfig) -> None:
-    check_cache_flags(f"--{part}.cache", config.cache, config.cache_bytes)
-    check_fields(config, part)
-    if protocol_of(config.cache or ""):
-        raise UsageError(f"--{part}.cache {config.cache}: must be a folder on a local disk, not a URL")
-
-
-def open_teacher(source: str, student: ModelConfig, scratch: Path | None) -> Sam:
-    """The teacher with the student's image size; a model's name gives random weights. UsageError: no SAM."""
-    weights = None if _is_name(source) else _weights(source, scratch)
-    config = PRESETS[source] if weights is None else config_of(weights)
-    if student.image_size % config.patch_size:
-        raise UsageError(
-            f"--model.image-size {student.image_size}: must be a multiple of the teacher's patch size "
-            f"{config.patch_size}"
-        )
-    config = replace(config, image_size=student.image_size, compile_blocks=student.compile_blocks)
-    teacher = Sam(config)
-    if weights is not None and not teacher.pixel_mean.is_meta:
-        teacher.load_state_dict(fit_weights(weights, config)[0])
-    return teacher
-
-
-def teacher_digest(source: str, scratch: Path | None) -> str:
-    """A digest of names, shapes and values of the teacher's weights; raises the errors of `open_teacher`."""
-    if _is_name(source):
-        raise UsageError(
-            f"--distill.teacher {source}: is the name of a model; to train, pass the file of its weights"
-        )
-    return weights_digest(_weights(source, scratch))[:16]
-
-
-_LARGE = ("width", "depth", "channels", "image-size")  # sizes that decide how many weights there are
-
-
-def check_memory(model: ModelConfig) -> None:
-    """Refuse a model whose weights do not fit this machine; on the meta device, no weight takes memory."""
-    if torch.get_default_device().type == "meta":
-        return
-    # Attention and MLP of each block, the neck's last convolution and the positions; the rest is small.
-    numbers = model.depth * 12 * model.width**2 + 9 * model.channels**2 + model.side**2 * model.width
-    needed, available = 4 * numbers, available_memory()
-    if needed > available:
-        sizes_of = (f"--model.{name} {getattr(model, name.replace('-', '_'))}" for name in _LARGE)
-        raise UsageError(
-            f"{', '.join(sizes_of)}: the weights take at least {needed:,} bytes, and {available:,.0f} are "
-            "available; pass smaller sizes"
-        )
-
-
-def _is_name(source: str) -> bool:
-    return source in PRESETS and not Path(source).exists()
-
-
-def _weights(source: str, scratch: Path | None) -> dict[str, Tensor]:
+def teacher_weights(source: str, scratch: Path | None) -> dict[str, Tensor] | None:
+    """The weights of a teacher; None: the name of a model. UsageError: no SAM."""
+    if source in PRESETS and not Path(source).exists():
+        return None
     try:
         with torch.device("cpu"):  # a model that is built only for its sizes is on the meta device
-            where, weights = find_weights(source, scratch)
+            return find_weights(source, scratch)[1]
     except (Sa1bError, OSError) as error:
         raise UsageError(f"--distill.teacher: {error}") from None
-    if is_grounding(weights):
-        raise UsageError(f"--distill.teacher {where}: a grounding model has no mask decoder; pass a SAM")
-    return weights
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """The result of a conversion of weights."""
+
+    source: str  # the checkpoint or file that was read
+    target: str  # the file or folder that was written
+    bytes: int  # its length, or that of its files
+    model: str | None  # name of the preset with these sizes
+    image_size: int  # of the model, pixels
+    parameters: int  # number of them
+    to: str | None  # None: one file
+    compared: str | None  # with ONNX: how onnxruntime compares with torch
+
+    def document(self) -> dict[str, Any]:
+        return {**asdict(self), "snippet": self.snippet()}
+
+    def table(self) -> str:
+        model = self.model or "of no preset's sizes"
+        compared = f"  {self.compared}\n" if self.compared else ""
+        return (
+            f"{self.source}\n  model {model}, {self.image_size} pixels, {self.parameters:,} parameters\n"
+            f"{compared}Complete: {self.target} ({self.bytes:,} bytes)\n\n{self.snippet()}"
+        )
+
+    def snippet(self) -> str:
+        """Python code that loads the result with each program that can."""
+        if self.to == "transformers":
+            return f"""Load it with transformers:
+
+    from transformers import SamModel
+
+    model = SamModel.from_pretrained({self.target!r})
+"""
+        if self.to == "onnx":
+            return f"""Load it with onnxruntime:
+
+    import onnxruntime
+
+    encoder = onnxruntime.InferenceSession({f"{self.target}/{other_forms.ENCODER}"!r})
+    decoder = onnxruntime.InferenceSession({f"{self.target}/{other_forms.DECODER}"!r})
+"""
+        path = self.target if self.to is None else f"{self.target}/{_NAMES[self.to][0]}"
+        text = f"""Load it with this package:
+
+    import sa1b
+
+    model = sa1b.load_model({path!r})
+    # image: uint8 RGB [height, width, 3]; x, y: pixels of it
+    # masks = sa1b.predict(model, image, points=[[x, y]]).masks
+
+"""
+        if self.model not in PUBLISHED:
+            return f"{text}The original package (segment_anything) has no model of these sizes."
+        text += "Load it with the original package:\n\n    from segment_anything import sam_model_registry\n"
+        if path.endswith(".pth"):
+            return f"{text}    model = sam_model_registry[{self.model!r}](checkpoint={path!r})"
+        return f"""{text}    from safetensors.torch import load_file
+
+    model = sam_model_registry[{self.model!r}]()
+    model.load_state_dict(load_file({path!r}))"""
+
+
+def convert(
+    source: str | PathLike[str],
+    target: Path,
+    *,
+    to: str | None = None,
+    overwrite: bool = False,
+    scratch: Path | None = None,
+) -> Converted:
+    """Write weights to one file, or to a folder in the form `to`; else see `find_weights`.
+
+    UsageError: the target exists, has files of others, or an unknown ending; or the form has no model of
+    these sizes, or needs a package that is missing.
+    """
+    earlier = _earlier_files(target, to)
+    if earlier and not overwrite:
+        raise UsageError(f"--out {target}: exists; pass --overwrite to replace {'its files' if to else 'it'}")
+    where, weights = find_weights(source, scratch)
+    config, compared = config_of(weights), None
+    if to is None:
+        write_weights(target, weights)
+        length = target.stat().st_size
+    else:
+        _check_form(to, config, where)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".", suffix=".partial", dir=target.parent) as name:
+            compared = _write(Path(name), to, weights, config)
+            paths = sorted(Path(name).iterdir())
+            length = sum(path.stat().st_size for path in paths)
+            for path in paths:
+                flush(path)
+                commit(path, target / path.name)
+        for old in earlier - {path.name for path in paths}:
+            (target / old).unlink()  # such as weights beside an ONNX file, which now contains them
+    parameters = sum(tensor.numel() for tensor in weights.values())
+    return Converted(
+        where, str(target), length, preset_of(config), config.image_size, parameters, to, compared
+    )
+
+
+def _earlier_files(target: Path, to: str | None) -> set[str]:
+    """The names of the files of an earlier conversion; UsageError: the target has others."""
+    if to is None:
+        if target.suffix not in FORMATS or target.is_dir():
+            raise UsageError(
+                f"--out {target}: must be a file that ends with .safetensors or .pth; tars become shards by "
+                "`sa1b reshard`"
+            )
+        return {target.name} if target.exists() else set()
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"--out {target}: is a file; name a folder for --to {to}")
+    names = {path.name for path in target.iterdir()} if target.exists() else set()
+    if others := sorted(name for name in names if not name.startswith(_NAMES[to])):
+        raise UsageError(
+            f"--out {target}: has {others[0]}, which --to {to} does not write; name a new folder"
+        )
+    return names
+
+
+def _check_form(to: str, config: ModelConfig, source: str) -> None:
+    why = ""
+    if to == "segment-anything" and preset_of(config) not in PUBLISHED:
+        why = f"model of these sizes, only {', '.join(PUBLISHED)}"
+    elif to == "transformers" and config.backbone:
+        why = f"image encoder {config.backbone} (--model.backbone)"
+    elif to == "transformers" and config.pixel_features:
+        why = f"pixel features, and this model has {config.pixel_features} (--model.pixel-features)"
+    if why:
+        raise UsageError(f"{source}: --to {to}: that package has no {why}; pass --to safetensors or onnx")
+
+
+def _write(folder: Path, to: str, weights: Mapping[str, Tensor], config: ModelConfig) -> str | None:
+    """Write the files of a form; return how ONNX compares with torch."""
+    if to == "transformers":
+        other_forms.write_transformers(folder, weights, config)
+        return None
+    if to != "onnx":
+        write_weights(folder / _NAMES[to][0], weights)
+        return None
+    if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
+        raise UsageError(
+            f"--to onnx: missing: {', '.join(missing)}; pip install 'sa1b[onnx]', or pass another form"
+        )
+    model = Sam(config).eval()
+    model.load_state_dict(dict(weights))
+    other_forms.write_onnx(folder, model)
+    form = f"opset {other_forms.OPSET}, any number of points"
+    if find_spec("onnxruntime") is None:
+        return f"{form}; not compared with torch, because onnxruntime is not installed"
+    largest, differing = other_forms.largest_difference(folder, model, _PROMPTS)
+    return (
+        f"{form}; on {_PROMPTS} random prompts, logits of onnxruntime and torch differ by at most "
+        f"{largest:.2g}, masks in {differing:.2g} of their pixels"
+    )

@@ -24,7 +24,6 @@ from sa1b.arguments import BadValue
 from sa1b.sam import clicks
 from sa1b.sam.embedding_cache import EmbeddingCache
 from sa1b.sam.image_encoder import WithImageEncoder
-from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.iteration import (
     EarlyGradients,
     Graphs,
@@ -38,7 +37,7 @@ from sa1b.sam.iteration import (
 )
 from sa1b.sam.kernel_proof import use_kernels
 from sa1b.sam.model import Sam
-from sa1b.sam.published import weights_digest
+from sa1b.sam.published import fit_weights, read_tensors, weights_digest
 from sa1b.sam.recipe import Recipe, encoder_flops, is_frozen, step_flops
 from sa1b.sam.targets import Targets, by_image, inputs_of, overlaps, rounded_up, with_equal_counts
 
@@ -95,8 +94,8 @@ class Interactive(WithImageEncoder):
         return self.model
 
     def read_weights(self, path: Path) -> dict[str, Tensor]:
-        """The tensors of a SAM or of a plain ViT: see `sa1b.sam.initial_weights`."""
-        return read_initial_weights(path)
+        """The tensors of a SAM or of a plain ViT: see `sa1b.sam.published`."""
+        return read_tensors(path)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> str:
         """Load weights of a SAM, or of a ViT for the image encoder; return a line that describes them.

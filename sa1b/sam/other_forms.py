@@ -52,12 +52,14 @@ _PROMPTS_OF_IMAGE = 25
 _LARGEST = 1_900_000_000  # bytes of weights in one file: protocol buffers end at 2 GiB
 
 
-class Encoder(nn.Module):
-    """Resized pixels -> embeddings; see the module."""
-
+class _Part(nn.Module):
     def __init__(self, model: Sam) -> None:
         super().__init__()
         self.model = model
+
+
+class Encoder(_Part):
+    """Resized pixels -> embeddings; see the module."""
 
     def forward(self, input_image: Tensor) -> Tensor:
         size = self.model.config.image_size
@@ -67,12 +69,8 @@ class Encoder(nn.Module):
         return self.model.with_features(pixels, self.model.image_encoder(pixels))
 
 
-class Decoder(nn.Module):
+class Decoder(_Part):
     """Embeddings and prompts of one mask -> logits; see the module."""
-
-    def __init__(self, model: Sam) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(
         self,
@@ -182,7 +180,7 @@ def _prompt(model: Sam, random: torch.Generator, points: int) -> tuple[Tensor, .
 
 FREQUENCIES = "prompt_encoder.shared_embedding.positional_embedding"
 _NAMES = (  # a pattern of the published names, and its replacement
-    (r"^image_encoder\.blocks\.(\d+)\.norm(\d)", r"vision_encoder.layers.\1.layer_norm\2"),
+    (r"\.norm(\d)\.", r".layer_norm\1."),
     (r"^image_encoder\.blocks\.", "vision_encoder.layers."),
     (r"^image_encoder\.patch_embed\.proj\.", "vision_encoder.patch_embed.projection."),
     (r"^image_encoder\.neck\.0\.", "vision_encoder.neck.conv1."),
@@ -197,7 +195,6 @@ _NAMES = (  # a pattern of the published names, and its replacement
     (r"\.mask_downscaling\.3\.", ".mask_embed.conv2."),
     (r"\.mask_downscaling\.4\.", ".mask_embed.layer_norm2."),
     (r"\.mask_downscaling\.6\.", ".mask_embed.conv3."),
-    (r"\.transformer\.layers\.(\d)\.norm(\d)", r".transformer.layers.\1.layer_norm\2"),
     (r"\.norm_final_attn\.", ".layer_norm_final_attn."),
     (r"\.output_upscaling\.0\.", ".upscale_conv1."),
     (r"\.output_upscaling\.1\.", ".upscale_layer_norm."),
@@ -250,7 +247,7 @@ def settings(model: ModelConfig) -> dict[str, Any]:
 def write_transformers(folder: Path, weights: Mapping[str, Tensor], model: ModelConfig) -> None:
     """Write config.json, preprocessor_config.json and model.safetensors."""
     theirs = {their_name(name): tensor for name, tensor in weights.items()}
-    theirs["shared_image_embedding.positional_embedding"] = theirs[FREQUENCIES]  # one tensor, two names
+    theirs["shared_image_embedding.positional_embedding"] = theirs[FREQUENCIES].clone()  # two names
     write_weights(folder / "model.safetensors", theirs)
     size, low = model.image_size, model.image_size // 4
     images = {

@@ -1,28 +1,39 @@
-"""Published files of weights: one `.pth` or `.safetensors` with the published names.
+"""Files of weights with the published names: reading, writing, and fitting to the sizes of a model.
 
 A `.pth` is a plain dictionary from names to tensors, as published with "Segment Anything" (2023). It is a
 pickle in a zip archive; this module unpickles only tensors. A `.safetensors` has the same names without a
 pickle. Loaders of these formats do not detect flipped bits. This module verifies the checksums of zip
 archives, and writes a digest into each `.safetensors`.
+
+Training starts from a SAM, also of another image size, or from a plain ViT for the image encoder, such as
+the published MAE ViT-B, ViT-L and ViT-H (He et al., "Masked Autoencoders Are Scalable Vision Learners",
+2022), the initial weights of the published SAM. Position embeddings are resized as in ViTDet's code (Li et
+al. 2022): absolute ones with bicubic, relative ones with linear interpolation; kernels of another patch size
+(ViT-H has 14 pixels) with bicubic interpolation.
 """
 
 import hashlib
+import io
 import json
+import re
 import warnings
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
+from torch.nn import functional as F
 
 from sa1b.errors import Sa1bError, UsageError
+from sa1b.sam.low_rank import merged
 from sa1b.sam.model import PATCH_SIZE, PRESETS, ModelConfig, Sam
-from sa1b.storage.atomic import commit, flush, naming_final, temporary_path
+from sa1b.storage.atomic import temporary_path, write_whole
 
 FORMATS = (".pth", ".safetensors")
 _SIZES = (
@@ -36,7 +47,11 @@ PUBLISHED = {
     "sam_vit_l_0b3195.pth": "vit_l",
     "sam_vit_h_4b8939.pth": "vit_h",
 }  # name of a file -> preset; the last six characters of a name are the first of the file's MD5
-_PUBLISHER = "https://github.com/facebookresearch/segment-anything"
+_ENCODER = "image_encoder."
+_POSITIONS, _KERNEL = f"{_ENCODER}pos_embed", f"{_ENCODER}patch_embed.proj.weight"
+_OF_VIT = re.compile(
+    r"pos_embed|patch_embed\.proj\.|blocks\.\d+\.(norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc[12])\."
+)
 _PASS = "pass a file with the published names"
 _AGAIN = "download or write it again"
 
@@ -48,47 +63,66 @@ class WeightsError(Sa1bError):
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The weights in a file, float32, on the CPU; runs no code of it. WeightsError: it is not a SAM's."""
     tensors = read_tensors(path)
-    check_weights(path, tensors)
-    return {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
+    check_weights(str(path), tensors)
+    return tensors
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The unchanged tensors in a file or in its entry "model".
+    """The tensors in a file or in its entry "model", float32, on the CPU; runs no code of it.
 
     WeightsError: damaged, or no such table; or a published file that is not there. FileNotFoundError: another
     file that is not there.
     """
     if path.name in PUBLISHED and not path.exists():
         raise WeightsError(
-            f"{path}: no such file; download {path.name} from the model checkpoints of {_PUBLISHER} and pass "
-            f"its path, with --preset {PUBLISHED[path.name]} to train or evaluate; the page Evaluation has "
-            "the scores to expect"
+            f"{path}: no such file; download {path.name} from the model checkpoints of "
+            "https://github.com/facebookresearch/segment-anything and pass its path, with --preset "
+            f"{PUBLISHED[path.name]} to train or evaluate; the page Evaluation has the scores to expect"
         )
     with path.open("rb") as file:
         start = file.read(16)
-    if start[7:9] == b"\0{":  # the length of the header, below 2**56, and its first byte
-        return _read_safetensors(path)
-    return _read_pickled(path, start)
-
-
-def check_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise WeightsError if names, shapes or types of tensors are not those of a SAM."""
+    is_safetensors = start[7:9] == b"\0{"  # the length of the header, below 2**56, and its first byte
     try:
-        needed = shapes_of(config_of(tensors))
-    except ValueError as error:
-        names = ", ".join(sorted(tensors)[:3]) or "none"
-        raise WeightsError(
-            f"{path}: not a SAM ({error}): it holds {len(tensors)} tensors, such as {names}; {_PASS}"
-        ) from None
-    for name in sorted(tensors.keys() | needed.keys()):
-        has = list(tensors[name].shape) if name in tensors else "missing"
-        want = list(needed[name]) if name in needed else "nothing"
-        if has != want:
+        if is_safetensors:
+            with safe_open(path, framework="pt") as opened:
+                names, about = opened.keys(), opened.metadata() or {}
+                loaded: Any = {name: opened.get_tensor(name) for name in names}
+            is_whole = about.get(_DIGEST) in (None, weights_digest(loaded))
+        else:
+            is_whole = not zipfile.is_zipfile(path)
+            if not is_whole:
+                with zipfile.ZipFile(path) as archive:
+                    is_whole = archive.testzip() is None
+            with warnings.catch_warnings(action="ignore"):  # torch warns of code, which it refuses
+                loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        what = f"damaged, or holds objects other than tensors ({type(error).__name__}); {_AGAIN}"
+        if start and not (is_safetensors or start.startswith((b"PK", b"\x80"))):  # a zip archive, a pickle
+            what = f"not a file of weights, it begins with {start!r}; pass a .pth or .safetensors"
+        raise WeightsError(f"{path}: {what}") from None
+    if not is_whole:
+        raise WeightsError(f"{path}: damaged, its bytes are not those that were written; {_AGAIN}")
+    if isinstance(loaded, dict) and isinstance(loaded.get("model"), dict):
+        loaded = loaded["model"]  # MAE and many training codes save weights in this entry
+    if not isinstance(loaded, dict):
+        raise WeightsError(f"{path}: holds a {type(loaded).__name__}, not a dictionary of tensors; {_PASS}")
+    for name, tensor in loaded.items():
+        if not isinstance(tensor, Tensor):
             raise WeightsError(
-                f"{path}: not a SAM: {name} is {has}, where the rest of the file needs {want}; {_PASS}"
+                f"{path}: not a plain dictionary of tensors, {name!r} is a {type(tensor).__name__}; "
+                "if one entry contains the weights, save that entry alone with torch.save"
             )
-        if not (tensors[name].is_floating_point() or name.endswith(".num_batches_tracked")):
-            raise WeightsError(f"{path}: not a SAM: {name} is {tensors[name].dtype}; {_PASS}")
+        if not (tensor.is_floating_point() or name.endswith(".num_batches_tracked")):
+            raise WeightsError(f"{path}: not a SAM: {name} is {tensor.dtype}; {_PASS}")
+    return {name: tensor.to(torch.float32) for name, tensor in loaded.items()}
+
+
+def check_weights(where: str, weights: Mapping[str, Tensor]) -> None:
+    """Raise WeightsError if names and shapes of tensors are not those of a SAM of any size."""
+    if (sentence := misfit(weights)) is not None:
+        raise WeightsError(f"{where}: {sentence}; {_PASS}")
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -97,31 +131,30 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     """
     if path.suffix not in FORMATS:
         raise UsageError(f"{path}: must end with .pth or .safetensors, the formats that can be written")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Copy views: the file must not contain a larger tensor of which a weight is a part.
-    whole = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in weights.items()
-    }
-    temporary = temporary_path(path)
-    try:
-        with naming_final(path):
-            temporary.touch()
-            mode = temporary.stat().st_mode  # by the umask; safetensors makes files for their owner only
-            if path.suffix == ".pth":
-                torch.save(whole, temporary)
-            else:
-                save_file(whole, temporary, {"format": "pt", _DIGEST: weights_digest(whole)})
-                _sort_header(temporary)
-            temporary.chmod(mode)
-            flush(temporary)
-            commit(temporary, path)
-    except (RuntimeError, SafetensorError) as error:  # the errors if the disk is full
-        why = f"cannot be written ({_first_line(error)}); free space on this disk"
-        raise OSError(f"{path}: {why}") from error
-    finally:
-        with suppress(OSError):  # an error on a disk that is read-only
-            temporary.unlink()
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    for name, tensor in whole.items():
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            whole[name] = tensor.clone()  # the file must not contain a larger tensor of which it is a part
+    if path.suffix == ".pth":
+        buffer = io.BytesIO()
+        torch.save(whole, buffer)
+        data = buffer.getvalue()
+    else:
+        # The library writes names in random order: sorted, equal weights give identical files.
+        data = save(whole, {"format": "pt", _DIGEST: weights_digest(whole)})
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":"))
+        data = b"".join((data[:8], header.encode().ljust(end - 8), memoryview(data)[end:]))
+    write_whole(path, data, temporary_path(path))
+
+
+def weights_digest(weights: Mapping[str, Tensor]) -> str:
+    """sha256 of the names, types, shapes and values of weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
@@ -131,14 +164,12 @@ def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
     not a SAM's.
     """
     try:
-        _, side, _, width = weights["image_encoder.pos_embed"].shape
-        of_tokens = (name.split(".")[2] for name in weights if name.startswith("image_encoder.patch_embed."))
+        _, side, _, width = weights[_POSITIONS].shape
+        of_tokens = (name.split(".")[2] for name in weights if name.startswith(f"{_ENCODER}patch_embed."))
         backbone = next((part for part in of_tokens if part not in ("proj", "lateral")), "")
-        patch_size = PATCH_SIZE
-        if not backbone:
-            patch_size = weights["image_encoder.patch_embed.proj.weight"].shape[-1]
-        depth = len({name.split(".")[2] for name in weights if name.startswith("image_encoder.blocks.")})
-        tables = [weights[f"image_encoder.blocks.{block}.attn.rel_pos_h"].shape for block in range(depth)]
+        patch_size = PATCH_SIZE if backbone else weights[_KERNEL].shape[-1]
+        depth = len({name.split(".")[2] for name in weights if name.startswith(f"{_ENCODER}blocks.")})
+        tables = [weights[f"{_ENCODER}blocks.{block}.attn.rel_pos_h"].shape for block in range(depth)]
         reach = [(length + 1) // 2 for length, _ in tables]  # tokens per axis in the attention of a block
         default = side if reach else ModelConfig().window
         return ModelConfig(
@@ -150,7 +181,7 @@ def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
             global_blocks=tuple(block for block, tokens in enumerate(reach) if tokens == side),
             window=next((tokens for tokens in reach if tokens != side), default),
             backbone=backbone,
-            channels=weights["image_encoder.neck.0.weight"].shape[0],
+            channels=weights[f"{_ENCODER}neck.0.weight"].shape[0],
             pixel_features=len(weights.get("similarity.pixels.last.bias", ())),
         )
     except KeyError as error:
@@ -170,113 +201,109 @@ def preset_of(config: ModelConfig) -> str | None:
     )
 
 
-def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
-    """Why weights do not fit a model, in a sentence that names the flags; None: they fit."""
-    needed, shapes = shapes_of(model), {name: tensor.shape for name, tensor in weights.items()}
-    if shapes == needed:
+def misfit(weights: Mapping[str, Tensor], model: ModelConfig | None = None) -> str | None:
+    """Why weights do not fit a model of any image size, in a sentence that names the flags; None: they fit.
+    Without a model, one of the sizes that the weights have.
+    """
+    try:
+        theirs = config_of(weights)
+    except ValueError as error:
+        names = ", ".join(sorted(weights)[:3]) or "none"
+        return f"not a SAM ({error}): it holds {len(weights)} tensors, such as {names}"
+    model = model or theirs
+    with suppress(ValueError):  # of another patch size
+        model = replace(model, image_size=theirs.image_size)
+    has, needs = ({name: list(x.shape) for name, x in of.items()} for of in (weights, tensors_of(model)))
+    first = min((name for name in has | needs if has.get(name) != needs.get(name)), default=None)
+    if first is None:
         return None
-    try:
-        config = config_of(weights)
-    except ValueError:
-        return f"{len(weights)} tensors that are not those of a SAM, such as {min(weights, default='none')}"
-    unused = _OF_BLOCKS if config.depth == 0 else ()
-    theirs = {name: _value(config, name) for name in _SIZES if name not in unused}
-    differing = {name: value for name, value in theirs.items() if value != _value(model, name)}
-    if not differing:
-        first = min(name for name in shapes.keys() | needed.keys() if shapes.get(name) != needed.get(name))
-        return f"weights of another model than that of --model: {first} is {list(shapes.get(first, ()))}"
-    flags = {f"--model.{name.replace('_', '-')}": name for name in differing}
-    sizes = (
-        f"{flag} is {_value(model, name)}, the weights have {theirs[name]}" for flag, name in flags.items()
-    )
-    kind, remedy = "weights", " ".join(f"{flag} {theirs[name]}" for flag, name in flags.items())
-    if (preset := preset_of(config)) is not None:
+    sizes = [(name, *(_value(getattr(of, name)) for of in (model, theirs))) for name in _SIZES]
+    flags = {
+        f"--model.{name.replace('_', '-')}": (ours, size)
+        for name, ours, size in sizes
+        if ours != size and (theirs.depth or name not in _OF_BLOCKS)
+    }
+    if not flags:
+        missing = f"where the rest of the file needs {needs.get(first, 'nothing')}"
+        return f"not a SAM: {first} is {has.get(first, 'missing')}, {missing}"
+    kind, remedy = "weights", " ".join(f"{flag} {size}" for flag, (_, size) in flags.items())
+    if (preset := preset_of(theirs)) is not None:
         kind, remedy = f"{preset} weights", f"--preset {preset} without {', '.join(flags)}"
-    return f"{kind} of other sizes: {', '.join(sizes)}: pass {remedy}"
+    differ = ", ".join(f"{flag} is {ours}, the weights have {size}" for flag, (ours, size) in flags.items())
+    return f"{kind} of other sizes: {differ}: pass {remedy}"
 
 
-def shapes_of(model: ModelConfig) -> dict[str, torch.Size]:
-    """The names and shapes of the published weights of a model."""
-    with torch.device("meta"):
-        return {name: x.shape for name, x in Sam(replace(model, lora_rank=0)).state_dict().items()}
-
-
-def _value(config: ModelConfig, name: str) -> str:
+def _value(size: object) -> str:
     """A size in the form of its flag."""
-    size = getattr(config, name)
-    text = " ".join(map(str, size)) if isinstance(size, tuple) else str(size)
-    return text or "''"
+    return (" ".join(map(str, size)) if isinstance(size, tuple) else str(size)) or "''"
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            tensors = {name: file.get_tensor(name) for name in names}
-            digest = (file.metadata() or {}).get(_DIGEST)
-    except SafetensorError as error:
-        raise WeightsError(f"{path}: damaged, or not a .safetensors ({error}); {_AGAIN}") from None
-    if digest not in (None, weights_digest(tensors)):
-        raise WeightsError(f"{path}: damaged, its bytes are not those that were written; {_AGAIN}")
-    return tensors
+def tensors_of(model: ModelConfig) -> dict[str, Tensor]:
+    """The published weights of a model, without values."""
+    with torch.device("meta"):
+        return Sam(replace(model, lora_rank=0)).state_dict()
 
 
-def _read_pickled(path: Path, start: bytes) -> dict[str, Tensor]:
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                if damaged := archive.testzip():
-                    raise WeightsError(f"{path}: damaged, its part {damaged} has a wrong checksum; {_AGAIN}")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of a pickle with code, which is refused below
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (WeightsError, OSError):
-        raise
-    except Exception as error:
-        if start and not start.startswith((b"PK", b"\x80")):  # a zip archive, or a pickle
-            raise WeightsError(
-                f"{path}: not a file of weights, it begins with {start!r}; pass a .pth or .safetensors"
-            ) from None
-        raise WeightsError(
-            f"{path}: damaged, or holds objects other than tensors ({type(error).__name__}); {_AGAIN}"
-        ) from None
-    return _tensors(path, loaded)
-
-
-def _tensors(path: Path, loaded: object) -> dict[str, Tensor]:
-    if isinstance(loaded, dict) and isinstance(loaded.get("model"), dict):
-        loaded = loaded["model"]  # MAE and many training codes save weights in this entry
-    if not isinstance(loaded, dict):
-        raise WeightsError(f"{path}: holds a {type(loaded).__name__}, not a dictionary of tensors; {_PASS}")
-    tensors: dict[str, Tensor] = {}
-    for name, value in loaded.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise WeightsError(
-                f"{path}: not a plain dictionary of tensors, {name!r} is a {type(value).__name__}; "
-                "if one entry contains the weights, save that entry alone with torch.save"
+def fit_weights(weights: Mapping[str, Tensor], model: ModelConfig) -> tuple[dict[str, Tensor], str]:
+    """Weights of a SAM or a plain ViT in the sizes of a model, with low-rank changes added to the weights,
+    and a line that describes them. UsageError names the flag of a size that differs.
+    """
+    weights, needed, resized = merged(weights), tensors_of(model), list[str]()
+    kind, fitted, left_out = "a SAM", dict(weights), list[str]()
+    if is_vit := "pos_embed" in weights and "blocks.0.attn.qkv.weight" in weights:
+        kind, fitted = "a ViT for the image encoder", _of_vit(weights, model)
+        left_out = sorted(name for name in weights if not _OF_VIT.match(name))
+    elif (sentence := misfit(weights, model)) is not None:
+        raise UsageError(sentence)
+    for name, shape in ((name, list(tensor.shape)) for name, tensor in needed.items()):
+        theirs = name.removeprefix(_ENCODER).replace(".mlp.lin", ".mlp.fc")
+        has = list(fitted[name].shape) if name in fitted else None
+        if has == shape or (has is None and not (is_vit and _OF_VIT.match(theirs))):
+            continue
+        if has is not None and name == _POSITIONS and len(has) == 4:
+            planes = _resized(fitted[name].permute(0, 3, 1, 2), shape[1:3], "bicubic")
+            fitted[name] = planes.permute(0, 2, 3, 1).contiguous()
+            resized.append(f"pos_embed, from {has[1]} x {has[2]} to {shape[1]} x {shape[2]} tokens")
+        elif has is not None and name == _KERNEL and len(has) == 4:
+            fitted[name] = _resized(fitted[name], shape[2:], "bicubic")
+            resized.append(f"{theirs}, from {has[-1]} to {shape[-1]} pixels")
+        elif ".rel_pos_" in name:
+            fitted[name] = _resized(fitted[name].T[None], shape[:1], "linear")[0].T.contiguous()
+        else:
+            raise UsageError(
+                f"weights with {theirs} {has or 'missing'}: the image encoder has {shape}; pass weights of "
+                "the same shape"
             )
-        tensors[name] = value
-    return tensors
+    without = dict.fromkeys(map(_group, (name for name in needed if name not in fitted)))
+    parts = {
+        "resized": "; ".join(resized), "left out": ", ".join(left_out), "initial values": ", ".join(without)
+    }  # fmt: skip
+    notes = (f"; {part}: {names}" for part, names in parts.items() if names)
+    return fitted, f"{len(fitted)} tensors of {kind}{''.join(notes)}"
 
 
-def _sort_header(path: Path) -> None:
-    """Sort the names, so that equal weights give identical files: the library writes them in random order."""
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.dumps(json.loads(file.read(size)), sort_keys=True, separators=(",", ":"))
-        if len(header) <= size:
-            file.seek(8)
-            file.write(header.encode().ljust(size))
+def _resized(tensor: Tensor, size: list[int], mode: str) -> Tensor:
+    return F.interpolate(tensor, tuple(size), mode=mode, align_corners=False)
 
 
-def weights_digest(weights: Mapping[str, Tensor]) -> str:
-    """sha256 of the names, types, shapes and values of weights."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _of_vit(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """The tensors of a ViT by their names in a SAM; the positions are a square, without the class token."""
+    depth = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+    width, positions = weights["blocks.0.attn.qkv.weight"].shape[-1], weights["pos_embed"]
+    if (width, depth) != (model.width, model.depth):
+        raise UsageError(
+            f"weights of a ViT of width {width} and depth {depth}: the image encoder has width {model.width} "
+            f"and depth {model.depth}; pass the --preset or --model.width and --model.depth of these sizes"
+        )
+    used = {name: tensor for name, tensor in weights.items() if _OF_VIT.match(name)}
+    side = round(max(positions.numel() // width - 1, 0) ** 0.5)
+    if positions.shape == (1, 1 + side**2, width):
+        used["pos_embed"] = positions[:, 1:].reshape(1, side, side, width)
+    return {_ENCODER + name.replace(".mlp.fc", ".mlp.lin"): tensor for name, tensor in used.items()}
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _group(name: str) -> str:
+    """The part of the model that a name belongs to."""
+    if ".rel_pos_" in name:
+        return "relative positions"
+    return ".".join(name.split(".")[: 1 + (_ENCODER in name)])

@@ -12,9 +12,7 @@ import sa1b
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.settings import CheckpointConfig
 from sa1b.errors import CheckpointError, Sa1bError, UsageError
-from sa1b.recipes import conversion
-from sa1b.recipes.conversion import convert
-from sa1b.recipes.weights import find_weights
+from sa1b.recipes.weights import convert, find_weights
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from sa1b.sam.published import read_weights, write_weights
@@ -160,7 +158,7 @@ def test_a_form_without_such_a_model_or_without_its_packages_is_refused(trained,
     write_weights(tmp_path / "pixels.pth", Sam(replace(SMALL, pixel_features=8)).state_dict())
     with pytest.raises(UsageError, match="has no pixel features, and this model has 8"):
         convert(tmp_path / "pixels.pth", tmp_path / "new", to="transformers")
-    monkeypatch.setattr(conversion, "find_spec", lambda name: None)
+    monkeypatch.setattr("sa1b.recipes.weights.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=re.escape("missing: onnx, onnxscript; pip install 'sa1b[onnx]'")):
         convert(folder, tmp_path / "new", to="onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["pixels.pth"]

@@ -24,10 +24,10 @@ from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.folder import RetrievalError
 from sa1b.engine.config import Config
 from sa1b.engine.settings import CheckpointConfig, ParallelConfig
-from sa1b.engine.weights import nearest_checkpoint
+from sa1b.engine.weights import find_weights, nearest_checkpoint
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.recipes.presets import PRESETS
-from sa1b.recipes.weights import find_weights
+from sa1b.sam.published import read_tensors
 from sa1b.storage import claim
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.errors import StorageError, UnavailableError
@@ -105,7 +105,7 @@ def test_the_newest_are_kept_and_come_back_on_another_machine(tmp_path: Path) ->
 def test_the_objects_are_those_of_a_run_in_a_folder(tmp_path: Path) -> None:
     write_run(tmp_path, (1, 2))
     copy = shutil.copytree(tmp_path / "bucket" / "run", tmp_path / "copy")
-    where, weights = find_weights(copy)
+    where, weights = find_weights(copy, read_tensors)
     assert where == str(copy / "checkpoints" / "step-00000002")
     assert set(weights["weight"].flatten().tolist()) == {2.0}
     for source in (str(copy), f"local://{tmp_path}/bucket/run"):

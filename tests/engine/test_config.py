@@ -11,8 +11,14 @@ from docstring_parser import parse as parse_docstring
 from sa1b.engine import config as settings
 from sa1b.engine.config import Config
 from sa1b.errors import UsageError
-from sa1b.recipes.presets import DISTILL_PRESETS, GROUNDING_PRESETS, PRESETS, DistillConfig, SamConfig
-from sa1b.recipes.weights import TeacherConfig
+from sa1b.recipes.presets import (
+    DISTILL_PRESETS,
+    GROUNDING_PRESETS,
+    PRESETS,
+    DistillConfig,
+    SamConfig,
+    TeacherConfig,
+)
 from sa1b.sam.model import PRESETS as MODELS
 
 ROOT = ("--data.root", "shards")

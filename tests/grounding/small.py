@@ -29,9 +29,9 @@ def build(capacity: int = BATCH * MASKS, vectors: int = 0, **recipe: Any) -> Gro
     torch.manual_seed(0)
     return Grounding(
         MODEL,
-        TextConfig(width=16, depth=1, heads=2, kernel=3),
+        TextConfig(width=16, depth=1, heads=2, kernel=3, vocabulary=11),
         GroundingRecipe(features=8, contrastive_weight=1.0, **recipe),
-        vocabulary=11,
+        tokenizer="bytes",
         length=LENGTH,
         vectors=vectors,
         capacity=capacity,

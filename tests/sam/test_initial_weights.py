@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sa1b.errors import UsageError
-from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
-from sa1b.sam.published import WeightsError
+from sa1b.sam.published import WeightsError, fit_weights, read_tensors
 from sa1b.sam.recipe import Recipe
 
 SMALL = ModelConfig(image_size=96, width=48, depth=3, heads=2, global_blocks=(1,), window=4, channels=64)
@@ -121,11 +120,11 @@ def test_a_vit_that_does_not_fit_is_refused_in_one_sentence(
 
 def test_a_file_that_is_neither_a_sam_nor_a_vit_is_refused(tmp_path: Path) -> None:
     torch.save({"pos_embed": torch.zeros(3)}, tmp_path / "foreign.pth")
-    with pytest.raises(WeightsError, match=": not a SAM"):
-        read_initial_weights(tmp_path / "foreign.pth")
+    with pytest.raises(UsageError, match="not a SAM"):
+        fit_weights(read_tensors(tmp_path / "foreign.pth"), SMALL)
     torch.save(vit() | {"cls_token": torch.zeros(1, 1, 48, dtype=torch.int64)}, tmp_path / "odd.pth")
-    with pytest.raises(WeightsError, match=r"cls_token must be floating point, not torch.int64"):
-        read_initial_weights(tmp_path / "odd.pth")
+    with pytest.raises(WeightsError, match=r"cls_token is torch.int64"):
+        read_tensors(tmp_path / "odd.pth")
 
 
 def test_a_sam_of_another_image_size_gets_its_positions_resized() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.recipes.weights import find_weights
+from sa1b.engine.weights import find_weights
+from sa1b.sam.published import read_tensors
 from tests.train.command import assert_same_state, losses, newest, start, tensors, train_to_end
 
 # A key's bias has a gradient of rounding errors alone: a large epsilon keeps Adam from full steps of them.
@@ -51,7 +52,7 @@ def test_it_goes_on_bit_for_bit(root: Path, run: Run, tmp_path: Path, mode: str,
 def test_it_is_what_a_checkpoint_exports(run: Run) -> None:
     out = run("none", 1)
     saved = tensors(newest(out))
-    _, found = find_weights(out)
+    _, found = find_weights(out, read_tensors)
     for name, weight in found.items():
         assert torch.equal(weight, saved[f"optimizer.{name}.ema"])
     assert any(not torch.equal(weight, saved[f"model.{name}"]) for name, weight in found.items())

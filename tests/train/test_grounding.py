@@ -15,8 +15,8 @@ from sa1b.engine.config import parse
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
 from sa1b.errors import Sa1bError, UsageError
-from sa1b.recipes.conversion import convert
 from sa1b.recipes.presets import PRESETS, GroundingConfig
+from sa1b.recipes.weights import convert
 from sa1b.shards.predictions import read_predictions
 from tests.train.command import (
     FIRST_ID,
@@ -136,11 +136,11 @@ def test_the_model_of_a_run_grounds_phrases(root: Path, run: Run, tmp_path: Path
     again = sa1b.load_grounding(newest)
     assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
     for call, message in (
-        (lambda: sa1b.load_model(run("none", 1)), "a grounding model; load its run with sa1b.load_grounding"),
         (
-            lambda: convert(newest, tmp_path / "w.pth"),
-            "a grounding model, which needs the settings of its run",
+            lambda: sa1b.load_model(run("none", 1)),
+            "a grounding model, not a SAM; pass its run to sa1b.load_g",
         ),
+        (lambda: convert(newest, tmp_path / "w.pth"), "a grounding model, not a SAM; pass its run"),
         (lambda: sa1b.load_grounding(tmp_path), "not the run of a grounding model .FileNotFoundError"),
     ):
         with pytest.raises(Sa1bError, match=message):

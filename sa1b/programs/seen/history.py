@@ -29,10 +29,10 @@ from sa1b.engine.precision import autocast, set_float32
 from sa1b.engine.weights import find_weights, nearest_checkpoint
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.sam.clicks import FOREGROUND, NOTHING, TOP_LEFT
-from sa1b.sam.initial_weights import read_initial_weights
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.iteration import first_prompts
 from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.published import read_tensors
 from sa1b.sam.recipe import Recipe
 from sa1b.sam.targets import inputs_of
 from sa1b.shards.manifest import versions
@@ -294,7 +294,7 @@ def _model(run: str, span: Span, step: int, weights: str | None) -> tuple[Intera
         return None, "those of the first iteration, as in the run; --weights RUN shows all"
     where, known = nearest_checkpoint(weights, step - 1)
     is_own = os.path.realpath(where).startswith(f"{os.path.realpath(run)}/")
-    where, tensors = find_weights(where, read_initial_weights, mean=False)
+    where, tensors = find_weights(where, read_tensors, mean=False)
     module = Interactive(Sam(ModelConfig.saved({**config["model"], **_PLAIN})), Recipe(**config["recipe"]))
     try:
         module.model.load_state_dict(tensors)  # as they are, also low-rank changes
