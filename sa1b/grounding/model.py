@@ -158,7 +158,8 @@ class Grounding(WithImageEncoder):
             # Compute one blank image or phrase and discard it: every parameter gets a gradient (of zeros).
             images, masks, image_keys = _with_blank(images, masks, image_keys)
         embeddings = self.embed(images, masks.sizes, image_keys)
-        phrases = self.read(masks)
+        encoder = self.text_encoder
+        phrases = masks.vectors if encoder is None else encoder(masks.tokens, masks.belongs)
         pooled = region_features(embeddings, masks.coarse, masks.points, masks.counts, self.config.image_size)
         regions = functional.normalize(self.region_head(pooled).float(), dim=-1)[kept]
         texts = functional.normalize(self.text_head(phrases).float(), dim=-1)
@@ -195,16 +196,11 @@ class Grounding(WithImageEncoder):
         embeddings: Tensor = self.image_encoder(pixels, self.kept(image_keys, self.config))
         return embeddings
 
-    def read(self, masks: Phrased) -> Tensor:
-        """The vector of each phrase: float [M, width]."""
-        encoder = self.text_encoder
-        return masks.vectors if encoder is None else encoder(masks.tokens, masks.belongs)
-
     def mask_logits(
         self, embeddings: Tensor, phrases: Tensor, texts: Tensor, counts: tuple[int, ...]
     ) -> Tensor:
-        """The logits of the masks that phrases describe: float32 [M, 4 * side, 4 * side]; from the results of
-        `embed` and `read`, the features of the phrases, and the number of phrases of each image.
+        """The logits of the masks that phrases describe: float32 [M, 4 * side, 4 * side]; from the result of
+        `embed`, vectors of the phrases [M, width], their features, and the number of phrases of each image.
         """
         pixels, query = self.upscale(embeddings), self.pixel_query(phrases)
         tokens = self.region_head(embeddings.flatten(2).transpose(1, 2)).float()

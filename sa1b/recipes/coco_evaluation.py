@@ -134,9 +134,9 @@ def evaluate_coco(
             call = partial(module, square, targets, none)
             with autocast(config.parallel.precision, device):
                 if detected:
-                    boxes = np.array([_corners(one["bbox"]) for one in image.detections], np.float64)
-                    protocol = BoxMasks(boxes.reshape(-1, 4), (image.height, image.width))
-                    masks = call(protocol=protocol)["masks"]
+                    boxes = np.array([one["bbox"] for one in image.detections], np.float64).reshape(-1, 4)
+                    boxes[:, 2:] += boxes[:, :2]
+                    masks = call(protocol=BoxMasks(boxes, (image.height, image.width)))["masks"]
                     if number < len(images) and len(boxes):
                         results += _results(image, masks.cpu().numpy())
                     continue
@@ -188,7 +188,7 @@ def load_image(image: EvaluatedImage) -> Loaded:
                 raise BadValue(f"its mask is of an image of {coded['size']} (height, width)")
             # Not pycocotools' decode, which fills a mask whose runs end too early from memory of others.
             masks[i] = rasterize(coco.decode([coded["counts"]], image.height, image.width), dtype=np.bool_)[0]
-            boxes[i] = _corners(annotation["bbox"])
+            boxes[i] = annotation["bbox"]
             areas[i] = int(annotation["area"]) if "area" in annotation else masks[i].sum()
         except Exception as error:  # pycocotools raises Exception itself
             what = f"no field {error}" if isinstance(error, KeyError) else str(error)
@@ -196,13 +196,9 @@ def load_image(image: EvaluatedImage) -> Loaded:
                 f"--evaluation.coco: annotation {annotation.get('id')} of image {image.id}: {what}; correct "
                 "the file"
             ) from None
+    boxes[:, 2:] += boxes[:, :2]
     pixels = np.ascontiguousarray(decoded[..., ::-1], np.uint8)  # OpenCV's order is blue, green, red
     return image, pixels, ImageTruth(masks, boxes), areas
-
-
-def _corners(box: Any) -> tuple[float, float, float, float]:
-    x, y, width, height = map(float, box)
-    return x, y, x + width, y + height
 
 
 def _results(image: EvaluatedImage, masks: npt.NDArray[np.bool_]) -> list[dict[str, Any]]:
@@ -211,13 +207,8 @@ def _results(image: EvaluatedImage, masks: npt.NDArray[np.bool_]) -> list[dict[s
 
     coded = mask.encode(np.asfortranarray(masks.transpose(1, 2, 0), np.uint8))
     return [
-        {
-            "image_id": image.id,
-            "category_id": detection["category_id"],
-            "score": detection["score"],
-            "segmentation": segmentation,
-        }
-        for detection, segmentation in zip(image.detections, coded, strict=True)
+        {"image_id": image.id, "segmentation": runs} | {key: box[key] for key in ("category_id", "score")}
+        for box, runs in zip(image.detections, coded, strict=True)
     ]
 
 

@@ -35,16 +35,8 @@ from sa1b.masks import geometry
 from sa1b.masks.raster import rasterize
 from sa1b.masks.runs import Runs
 from sa1b.recipes.coco_evaluation import detection_line, evaluate_coco, read_coco
+from sa1b.sam import protocol
 from sa1b.sam.prediction import at_source
-from sa1b.sam.protocol import (
-    PROMPTS,
-    QUICK_PROMPTS,
-    ImageTruth,
-    SamProtocol,
-    Score,
-    Size,
-    prediction_lines,
-)
 from sa1b.storage.store import FolderStore
 from sa1b.stream.batch import Batch
 
@@ -55,18 +47,18 @@ class ClickScorer:
     def __init__(self, published: bool, device: torch.device) -> None:
         self.published = published
         self.empty = torch.zeros((), dtype=torch.int64, device=device)
-        self._scores: dict[str, Score] = {}  # of all images, "", and of each source of a mixture
+        self._scores: dict[str, protocol.Score] = {}  # of all images, "", and of each source of a mixture
         self._last: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None
 
-    def _score(self, source: str = "") -> Score:
-        prompts = PROMPTS if self.published else QUICK_PROMPTS
-        empty = Score.empty(self.empty.device, prompts, by_size=self.published)
+    def _score(self, source: str = "") -> protocol.Score:
+        prompts = protocol.PROMPTS if self.published else protocol.QUICK_PROMPTS
+        empty = protocol.Score.empty(self.empty.device, prompts, by_size=self.published)
         return self._scores.setdefault(source, empty)
 
     def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
         rows = torch.nonzero(batch.valid[batch.masks.image]).flatten()
         if self.published:
-            outputs = module(*inputs, protocol=SamProtocol(source_truth(batch)))
+            outputs = module(*inputs, protocol=protocol.SamProtocol(source_truth(batch)))
         else:
             outputs = module(*inputs, evaluate=True)
             outputs = {name: values[rows] for name, values in outputs.items()}
@@ -87,13 +79,13 @@ class ClickScorer:
         iou = found["intersections"][:, 0] / found["unions"][:, 0].clamp(min=1)
         points = found.get("points", batch.points[rows])  # the protocol sam chooses its own clicks
 
-        def runs_of(masks: npt.NDArray[np.int64], source: Size, taken: Size) -> Runs:
+        def runs_of(masks: npt.NDArray[np.int64], source: protocol.Size, taken: protocol.Size) -> Runs:
             """At source resolution as in `sa1b.predict`."""
             return Runs.from_pixels(
                 at_source(found["logits"][masks], source, taken, batch.images.shape[-1]).numpy()
             )
 
-        return prediction_lines(batch, rows, points, iou, found["predicted_iou"], runs_of)
+        return protocol.prediction_lines(batch, rows, points, iou, found["predicted_iou"], runs_of)
 
     def all_reduce(self) -> None:
         dist.all_reduce(self.empty)
@@ -113,7 +105,7 @@ class ClickScorer:
         }
 
 
-def source_truth(batch: Batch) -> list[ImageTruth]:
+def source_truth(batch: Batch) -> list[protocol.ImageTruth]:
     """The masks at source resolution for each image of a batch; an invalid image has none."""
     runs = batch.masks.runs.cpu().numpy().view(np.uint32)
     offsets = batch.masks.offsets.cpu().numpy()
@@ -125,7 +117,9 @@ def source_truth(batch: Batch) -> list[ImageTruth]:
         masks = Runs(runs[bounds[0] : bounds[-1]], bounds - bounds[0], *size)
         corners = geometry.bbox(masks).astype(np.float64)
         corners[:, 2:] += corners[:, :2] - 1
-        made.append(ImageTruth(rasterize(masks, dtype=np.bool_).astype(np.bool_, copy=False), corners))
+        made.append(
+            protocol.ImageTruth(rasterize(masks, dtype=np.bool_).astype(np.bool_, copy=False), corners)
+        )
         start += count
     return made
 

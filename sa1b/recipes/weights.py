@@ -20,21 +20,12 @@ from sa1b.engine import weights
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.grounding.alignment import GroundingRecipe, TextConfig
 from sa1b.grounding.model import Grounding, is_grounding
-from sa1b.sam import other_forms
+from sa1b.sam import other_forms, published
 from sa1b.sam.low_rank import merged
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
-from sa1b.sam.published import (
-    FORMATS,
-    WeightsError,
-    check_weights,
-    config_of,
-    preset_of,
-    read_tensors,
-    write_weights,
-)
 from sa1b.storage.atomic import commit, flush
 
-PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package can build by name
+_ORIGINAL = ("vit_b", "vit_l", "vit_h")  # models that the original package can build by name
 _NAMES = {  # how the names of a form's files begin
     "segment-anything": ("model.pth",),
     "safetensors": ("model.safetensors",),
@@ -48,13 +39,13 @@ def find_weights(source: str | PathLike[str], scratch: Path | None = None) -> tu
     """The weights of a SAM in a run, a checkpoint or a file, with low-rank changes added to the weights that
     they change, see `sa1b.engine.weights.find_weights`. WeightsError: they are not those of a SAM.
     """
-    where, tensors = weights.find_weights(source, read_tensors, scratch)
+    where, tensors = weights.find_weights(source, published.read_tensors, scratch)
     if is_grounding(tensors):
-        raise WeightsError(
+        raise published.WeightsError(
             f"{where}: a grounding model, not a SAM; pass its run to sa1b.load_grounding, or as --init"
         )
     tensors = merged(tensors)
-    check_weights(where, tensors)
+    published.check_weights(where, tensors)
     return where, tensors
 
 
@@ -76,7 +67,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
         raise UsageError(f"source {source!r}: not a path; pass {weights.KINDS}")
     _check_device(device)
     tensors = find_weights(source)[1]
-    model = Sam(config_of(tensors))
+    model = Sam(published.config_of(tensors))
     model.load_state_dict(tensors)
     return model.to(device).eval()
 
@@ -118,7 +109,7 @@ def load_grounding(source: str | PathLike[str], device: torch.device | str = "cp
         ) from None
     length, vectors = data["text_tokens"], data["text_width"]
     model = Grounding(sizes, text, recipe, tokenizer=data["tokenizer"], length=length, vectors=vectors)
-    model.load_weights(weights.find_weights(path, read_tensors)[1])
+    model.load_weights(weights.find_weights(path, published.read_tensors)[1])
     return model.to(device).eval()
 
 
@@ -184,7 +175,7 @@ class Converted:
     # masks = sa1b.predict(model, image, points=[[x, y]]).masks
 
 """
-        if self.model not in PUBLISHED:
+        if self.model not in _ORIGINAL:
             return f"{text}The original package (segment_anything) has no model of these sizes."
         text += "Load it with the original package:\n\n    from segment_anything import sam_model_registry\n"
         if path.endswith(".pth"):
@@ -212,9 +203,9 @@ def convert(
     if earlier and not overwrite:
         raise UsageError(f"--out {target}: exists; pass --overwrite to replace {'its files' if to else 'it'}")
     where, weights = find_weights(source, scratch)
-    config, compared = config_of(weights), None
+    config, compared = published.config_of(weights), None
     if to is None:
-        write_weights(target, weights)
+        published.write_weights(target, weights)
         length = target.stat().st_size
     else:
         _check_form(to, config, where)
@@ -230,14 +221,14 @@ def convert(
             (target / old).unlink()  # such as weights beside an ONNX file, which now contains them
     parameters = sum(tensor.numel() for tensor in weights.values())
     return Converted(
-        where, str(target), length, preset_of(config), config.image_size, parameters, to, compared
+        where, str(target), length, published.preset_of(config), config.image_size, parameters, to, compared
     )
 
 
 def _earlier_files(target: Path, to: str | None) -> set[str]:
     """The names of the files of an earlier conversion; UsageError: the target has others."""
     if to is None:
-        if target.suffix not in FORMATS or target.is_dir():
+        if target.suffix not in published.FORMATS or target.is_dir():
             raise UsageError(
                 f"--out {target}: must be a file that ends with .safetensors or .pth; tars become shards by "
                 "`sa1b reshard`"
@@ -255,8 +246,8 @@ def _earlier_files(target: Path, to: str | None) -> set[str]:
 
 def _check_form(to: str, config: ModelConfig, source: str) -> None:
     why = ""
-    if to == "segment-anything" and preset_of(config) not in PUBLISHED:
-        why = f"model of these sizes, only {', '.join(PUBLISHED)}"
+    if to == "segment-anything" and published.preset_of(config) not in _ORIGINAL:
+        why = f"model of these sizes, only {', '.join(_ORIGINAL)}"
     elif to == "transformers" and config.backbone:
         why = f"image encoder {config.backbone} (--model.backbone)"
     elif to == "transformers" and config.pixel_features:
@@ -271,7 +262,7 @@ def _write(folder: Path, to: str, weights: Mapping[str, Tensor], config: ModelCo
         other_forms.write_transformers(folder, weights, config)
         return None
     if to != "onnx":
-        write_weights(folder / _NAMES[to][0], weights)
+        published.write_weights(folder / _NAMES[to][0], weights)
         return None
     if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
         raise UsageError(

@@ -194,11 +194,8 @@ def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
 
 
 def preset_of(config: ModelConfig) -> str | None:
-    """The name of the preset with these sizes."""
-    sizes = [getattr(config, name) for name in _SIZES]
-    return next(
-        (key for key, preset in PRESETS.items() if [getattr(preset, name) for name in _SIZES] == sizes), None
-    )
+    """The name of the preset with the sizes of a result of `config_of`."""
+    return next((name for name, preset in PRESETS.items() if preset == config), None)
 
 
 def misfit(weights: Mapping[str, Tensor], model: ModelConfig | None = None) -> str | None:

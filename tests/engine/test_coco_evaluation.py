@@ -212,7 +212,7 @@ def test_a_file_that_is_not_there_is_refused_with_its_flag(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bbox": [1, 2, 3]}, "annotation 1 of image 11: not enough values"),
+        ({"bbox": [1, 2, 3]}, "annotation 1 of image 11: could not broadcast"),
         (
             {"segmentation": {"size": [4, 4], "counts": "`0"}},
             "annotation 1 of image 11: its mask is of an image of .4, 4.",
