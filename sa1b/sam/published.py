@@ -13,7 +13,6 @@ al. 2022): absolute ones with bicubic, relative ones with linear interpolation; 
 """
 
 import hashlib
-import io
 import json
 import re
 import warnings
@@ -22,18 +21,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.sam.low_rank import merged
 from sa1b.sam.model import PATCH_SIZE, PRESETS, ModelConfig, Sam
-from sa1b.storage.atomic import temporary_path, write_whole
+from sa1b.storage.atomic import commit, flush, naming_final
 
 FORMATS = (".pth", ".safetensors")
 _SIZES = (
@@ -135,17 +135,35 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     for name, tensor in whole.items():
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
             whole[name] = tensor.clone()  # the file must not contain a larger tensor of which it is a part
-    if path.suffix == ".pth":
-        buffer = io.BytesIO()
-        torch.save(whole, buffer)
-        data = buffer.getvalue()
-    else:
-        # The library writes names in random order: sorted, equal weights give identical files.
-        data = save(whole, {"format": "pt", _DIGEST: weights_digest(whole)})
-        end = 8 + int.from_bytes(data[:8], "little")
-        header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":"))
-        data = b"".join((data[:8], header.encode().ljust(end - 8), memoryview(data)[end:]))
-    write_whole(path, data, temporary_path(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with (
+            naming_final(path),
+            TemporaryDirectory(prefix=".", suffix=".partial", dir=path.parent) as folder,
+        ):
+            file = Path(folder, path.name)
+            file.touch()
+            mode = file.stat().st_mode  # by the umask; safetensors makes files for their owner only
+            if path.suffix == ".pth":
+                torch.save(whole, file)
+            else:
+                save_file(whole, file, {"format": "pt", _DIGEST: weights_digest(whole)})
+                _sort_names(file)
+            file.chmod(mode)
+            flush(file)
+            commit(file, path)
+    except (RuntimeError, SafetensorError) as error:  # the errors if the disk is full
+        raise OSError(f"{path}: cannot be written ({error}); free space on this disk") from error
+
+
+def _sort_names(path: Path) -> None:
+    """Sort the header, so that equal weights give identical files: the library writes it in random order."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.dumps(json.loads(file.read(size)), sort_keys=True, separators=(",", ":"))
+        if len(header) <= size:
+            file.seek(8)
+            file.write(header.encode().ljust(size))
 
 
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
@@ -247,7 +265,7 @@ def fit_weights(weights: Mapping[str, Tensor], model: ModelConfig) -> tuple[dict
     """
     weights, needed, resized = merged(weights), tensors_of(model), list[str]()
     kind, fitted, left_out = "a SAM", dict(weights), list[str]()
-    if is_vit := "pos_embed" in weights and "blocks.0.attn.qkv.weight" in weights:
+    if "pos_embed" in weights and "blocks.0.attn.qkv.weight" in weights:
         kind, fitted = "a ViT for the image encoder", _of_vit(weights, model)
         left_out = sorted(name for name in weights if not _OF_VIT.match(name))
     elif (sentence := misfit(weights, model)) is not None:
@@ -255,7 +273,7 @@ def fit_weights(weights: Mapping[str, Tensor], model: ModelConfig) -> tuple[dict
     for name, shape in ((name, list(tensor.shape)) for name, tensor in needed.items()):
         theirs = name.removeprefix(_ENCODER).replace(".mlp.lin", ".mlp.fc")
         has = list(fitted[name].shape) if name in fitted else None
-        if has == shape or (has is None and not (is_vit and _OF_VIT.match(theirs))):
+        if has == shape or (has is None and not _OF_VIT.match(theirs)):
             continue
         if has is not None and name == _POSITIONS and len(has) == 4:
             planes = _resized(fitted[name].permute(0, 3, 1, 2), shape[1:3], "bicubic")
@@ -271,7 +289,11 @@ def fit_weights(weights: Mapping[str, Tensor], model: ModelConfig) -> tuple[dict
                 f"weights with {theirs} {has or 'missing'}: the image encoder has {shape}; pass weights of "
                 "the same shape"
             )
-    without = dict.fromkeys(map(_group, (name for name in needed if name not in fitted)))
+    without = dict.fromkeys(  # the parts of the model that they belong to
+        "relative positions" if ".rel_pos_" in name else ".".join(name.split(".")[: 1 + (_ENCODER in name)])
+        for name in needed
+        if name not in fitted
+    )
     parts = {
         "resized": "; ".join(resized), "left out": ", ".join(left_out), "initial values": ", ".join(without)
     }  # fmt: skip
@@ -297,10 +319,3 @@ def _of_vit(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tens
     if positions.shape == (1, 1 + side**2, width):
         used["pos_embed"] = positions[:, 1:].reshape(1, side, side, width)
     return {_ENCODER + name.replace(".mlp.fc", ".mlp.lin"): tensor for name, tensor in used.items()}
-
-
-def _group(name: str) -> str:
-    """The part of the model that a name belongs to."""
-    if ".rel_pos_" in name:
-        return "relative positions"
-    return ".".join(name.split(".")[: 1 + (_ENCODER in name)])
