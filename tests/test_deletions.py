@@ -68,7 +68,7 @@ REASONS = {
     "ingest/finish.py remove_shards": SHARDS,
     "ingest/finish.py finish": "lists with the names that `record_expected` gives",
     "ingest/ingest.py ingest_wanted": NAMED,
-    "recipes/weights.py convert": "a file of an earlier conversion to this folder, which has no others; only with --overwrite",
+    "recipes/conversion.py convert": "a file of an earlier conversion to this folder, which has no others; only with --overwrite",
     "sam/embedding_cache.py _write": TEMPORARY,
     "shards/layer_writer.py remove_annotated": "files with the names of `sa1b annotate`, in the hidden folder that it made",
     "shards/commit.py _remove_dataset": "dataset.json after its last source; that of another program was refused",

@@ -55,7 +55,7 @@ def main(
         json_output: Print the summary as JSON.
     """
     with loading():
-        from sa1b.recipes.weights import convert
+        from sa1b.recipes.conversion import convert
 
     check_here("--out", out)
     check_here("--scratch", scratch)

@@ -11,14 +11,8 @@ from docstring_parser import parse as parse_docstring
 from sa1b.engine import config as settings
 from sa1b.engine.config import Config
 from sa1b.errors import UsageError
-from sa1b.recipes.presets import (
-    DISTILL_PRESETS,
-    GROUNDING_PRESETS,
-    PRESETS,
-    DistillConfig,
-    SamConfig,
-    TeacherConfig,
-)
+from sa1b.recipes import presets
+from sa1b.recipes.presets import DISTILL_PRESETS, GROUNDING_PRESETS, PRESETS, DistillConfig, SamConfig
 from sa1b.sam.model import PRESETS as MODELS
 
 ROOT = ("--data.root", "shards")
@@ -39,7 +33,7 @@ def test_a_preset_decides_all_that_no_flag_decides(preset: str) -> None:
         data = dataclasses.replace(expected.data, root="shards", masks=7, text=text[1] if text else None)
         expected = dataclasses.replace(expected, data=data)
         if isinstance(expected, DistillConfig):
-            expected = dataclasses.replace(expected, distill=TeacherConfig("vit_h"))
+            expected = dataclasses.replace(expected, distill=presets.TeacherConfig("vit_h"))
         assert found == expected
 
 

@@ -10,7 +10,7 @@ import torch
 
 import sa1b
 from sa1b.errors import UsageError
-from sa1b.recipes.weights import convert
+from sa1b.recipes.conversion import convert
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from sa1b.sam.published import config_of, fit_weights, misfit, preset_of, read_weights, write_weights
 from sa1b.sam.recipe import encoder_flops

@@ -254,7 +254,5 @@ def test_weights_that_do_not_fit_are_refused_in_one_sentence(
 
 
 def test_tensors_of_something_else_do_not_fit() -> None:
-    found = misfit({"head.weight": torch.ones(2)}, SMALL)
-    assert found == (
-        "not a SAM (image_encoder.pos_embed must be in it): it holds 1 tensors, such as head.weight"
-    )
+    why = "not a SAM (image_encoder.pos_embed must be in it): it holds 1 tensors, such as head.weight"
+    assert misfit({"head.weight": torch.ones(2)}, SMALL) == why

@@ -15,8 +15,8 @@ from sa1b.engine.config import parse
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
 from sa1b.errors import Sa1bError, UsageError
+from sa1b.recipes.conversion import convert
 from sa1b.recipes.presets import PRESETS, GroundingConfig
-from sa1b.recipes.weights import convert
 from sa1b.shards.predictions import read_predictions
 from tests.train.command import (
     FIRST_ID,

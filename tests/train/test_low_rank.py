@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sa1b
-from sa1b.recipes.weights import convert
+from sa1b.recipes.conversion import convert
 from sa1b.sam.low_rank import is_low_rank, merged
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import read_weights, write_weights
