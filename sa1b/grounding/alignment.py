@@ -203,6 +203,8 @@ class TextConfig:
         check_fields(self, "text")
         if self.width % self.heads:
             raise BadValue(f"--text.width {self.width}: must be a multiple of --text.heads {self.heads}")
+        if self.kernel % 2 == 0:
+            raise BadValue(f"--text.kernel {self.kernel}: must be odd")
 
 
 class TextEncoder(nn.Module):

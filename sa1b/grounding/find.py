@@ -95,7 +95,10 @@ def ground(
 
 def _read(model: Grounding, phrases: Any, device: torch.device) -> Tensor:
     if model.text_encoder is None:
-        return torch.from_numpy(np.asarray(phrases, np.float32)).to(device)
+        vectors = np.asarray(phrases)
+        if vectors.dtype.kind not in "fiu" or vectors.shape[1:] != (model.vectors,):
+            raise BadValue(f"phrases: must be embeddings, numbers [N, {model.vectors}], for this model")
+        return torch.from_numpy(vectors.astype(np.float32)).to(device)
     if isinstance(phrases, str) or not all(isinstance(phrase, str) for phrase in phrases):
         raise BadValue(f"phrases={phrases!r}: must be a list of strings")
     tokenizer = open_tokenizer(model.tokenizer)

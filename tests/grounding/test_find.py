@@ -88,7 +88,7 @@ def test_embeddings_replace_phrases_and_regions_may_be_missing(image: Any) -> No
             lambda given: given | {"regions": Runs.from_pixels(np.ones((1, 4, 5), np.bool_))},
             "32 x 32 pixels, not 5 x 4",
         ),
-        (lambda given: given | {"model": build(vectors=5)}, "could not convert string to float: 'red'"),
+        (lambda given: given | {"model": build(vectors=5)}, r"must be embeddings, numbers \[N, 5\]"),
     ],
 )
 def test_what_is_refused(
