@@ -29,9 +29,9 @@ def test_an_iteration() -> None:
     feedback = torch.randn(MASKS, 1, size, size).bfloat16()
     with Account() as account:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            outcome = iterate(model, Recipe(), scene, points, labels, feedback)
+            losses, *_ = iterate(model, Recipe(), scene, points, labels, feedback)
         sources = [embeddings, *model.parameters()]
-        torch.autograd.grad(outcome.losses.sum(), sources, allow_unused=True)
+        torch.autograd.grad(losses.sum(), sources, allow_unused=True)
     every, products = account.total(), account.total(lambda _, name: name in PRODUCTS)
     print(f"\n{every.launches} operators, {every.bytes / MASKS / 1e6:.0f} MB for a mask")
     print(f"{products.bytes / MASKS / 1e6:.0f} MB in products")

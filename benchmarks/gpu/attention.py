@@ -23,7 +23,7 @@ from benchmarks.gpu.part import Record, Setting
 from sa1b.engine.precision import autocast
 from sa1b.sam.image_encoder import RelativeAttention
 from sa1b.sam.image_tokens import OwnImage, SharedImage
-from sa1b.sam.transformer import TwoWayLayer, layer_norm
+from sa1b.sam.transformer import TwoWayLayer
 
 TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-5}  # relative, of the results and of all gradients
 # Modules and constants of the kernels of `image_to_tokens`, and values that may be faster.
@@ -123,10 +123,7 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
     )
     own = made(count, places, width).requires_grad_()
     queries = made(count, heads * tokens, width).mul(0.05).requires_grad_()
-    rows = [
-        made(count, heads, tokens, size).mul(scale).requires_grad_()
-        for size, scale in ((width, 0.05), (1, 1), (width, 1))
-    ]
+    rows = [made(count, tokens, width).requires_grad_() for _ in ("keys", "values")]
     gradients = [made(count, heads * tokens, width), made(count, places, width)]
 
     def forward(kind: str, form: str) -> tuple[Tensor, Tensor]:
@@ -134,9 +131,8 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
         if kind == "shared":
             image = SharedImage(x, x + position, (count // images,) * images, features, basis)
         read, image = image.read(queries)
-        if (found := attention.fused(image, *rows, norm, position)) is not None:
-            return read, found.tokens
-        return read, layer_norm(attention.spread(image, *rows), norm.weight, norm.bias, norm.eps)
+        with torch.autocast(setting.device, dtype, enabled=setting.on_gpu):
+            return read, attention(image, *rows, norm, position).tokens
 
     def backward(kind: str, form: str) -> list[Tensor]:
         found = forward(kind, form)

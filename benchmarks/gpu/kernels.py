@@ -19,8 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu import timing
 from benchmarks.gpu.part import Record, Setting
 from sa1b.sam import mask_decoder
+from sa1b.sam import targets as targets_module
 from sa1b.sam.mask_decoder import MaskDecoder, PromptEncoder
-from sa1b.sam.targets import compared, compared_by_operators
+from sa1b.sam.targets import compared
 from sa1b.sam.transformer import layer_norm
 
 # Batch, heads, tokens, length of queries and keys, length of values.
@@ -176,17 +177,17 @@ def losses(setting: Setting, record: Record) -> None:
         torch.full((masks, 1), 20.0, device=setting.device),
         torch.ones(masks, 1, device=setting.device),
     )
-    forms = {"in one pass": compared, "by operators": compared_by_operators}
+    forms = {"in one pass": targets_module.kernels_of, "by operators": lambda *_: None}
     results = {}
-    for name, form in forms.items():
-        with record.attempt(name):
-            found = form(logits, *scene)
+    for name, kernels_of in forms.items():
+        with record.attempt(name), patch.object(targets_module, "kernels_of", kernels_of):
+            found = compared(logits, *scene)
 
             def backward(_: Tensor, found: tuple[Tensor, ...] = found) -> Tensor:
                 return torch.autograd.grad(found[:2], logits, weights, retain_graph=True)[0]
 
             results[name] = [*found, backward(logits)]
-            took = timing.each(lambda x, form=form: form(x, *scene), [logits], 3)
+            took = timing.each(lambda x: compared(x, *scene), [logits], 3)
             record.figure(f"losses {name}: forward", took, "ms")
             record.figure(f"losses {name}: backward", timing.each(backward, [logits], 3), "ms")
     with record.attempt("errors"):

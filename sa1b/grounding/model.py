@@ -103,8 +103,6 @@ class Grounding(WithImageEncoder):
         self.log_scale = nn.Parameter(torch.full((1,), -math.log(recipe.temperature)))
         self.register_buffer("pixel_mean", torch.tensor(PIXEL_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(PIXEL_STD).view(3, 1, 1), persistent=False)
-        if config.compile_blocks:
-            self.image_encoder.compile_blocks()
 
     def inputs(self, batch: Batch, seed: int) -> tuple[Tensor, Phrased, Tensor]:
         """Images, masks with phrases, and image keys; see `phrased`."""

@@ -27,6 +27,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
@@ -117,7 +118,7 @@ def evaluate_coco(
     """
     module.eval()
     device, detected = rank_info.device, config.evaluation.detections is not None
-    score, results, empty = Score.empty(device, PROMPTS), list[dict[str, Any]](), 0
+    score, results, empty = Score(device, PROMPTS), list[dict[str, Any]](), 0
     none = torch.zeros(0, device=device)
     # All ranks call the model equally often: one without an image of its own repeats one that does not count.
     ranks = rank_info.world_size
@@ -150,7 +151,7 @@ def evaluate_coco(
     if detected:
         return _average_precision(images[0].truth, [*chain(*rank_info.gather(results))])
     if rank_info.world_size > 1:
-        score.all_reduce()
+        dist.all_reduce(score.sums)
     return {**score.result(), "empty": sum(rank_info.gather(empty))}
 
 

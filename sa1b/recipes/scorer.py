@@ -52,7 +52,7 @@ class ClickScorer:
 
     def _score(self, source: str = "") -> protocol.Score:
         prompts = protocol.PROMPTS if self.published else protocol.QUICK_PROMPTS
-        empty = protocol.Score.empty(self.empty.device, prompts, by_size=self.published)
+        empty = protocol.Score(self.empty.device, prompts, by_size=self.published)
         return self._scores.setdefault(source, empty)
 
     def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
@@ -92,7 +92,7 @@ class ClickScorer:
         names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(names, ["", *self._scores])  # a rank may have had no image of a source
         for name in sorted(set(chain(*names))):
-            self._score(name).all_reduce()
+            dist.all_reduce(self._score(name).sums)
 
     def result(self) -> dict[str, float]:
         """The scores; those of a source of a mixture have its name after a slash."""

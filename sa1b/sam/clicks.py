@@ -35,10 +35,7 @@ def uniforms(words: Tensor) -> Tensor:
 
 
 def below(words: Tensor, bounds: Tensor) -> Tensor:
-    """Words as int64 from 0 to bound - 1, for int64 bounds of at least 1.
-
-    The result is the remainder of the highest 63 bits; its bias is below bound / 2**63.
-    """
+    """Words as int64 from 0 to bound - 1, for int64 bounds of at least 1; the bias is below bound / 2**63."""
     return _shifted(words, 1) % bounds
 
 
@@ -57,9 +54,8 @@ def normals(keys: Tensor, *numbers: int) -> Tensor:
 def kept_branches(keys: Tensor, depth: int, drop_path: float) -> Tensor:
     """Residual branches that each image passes through: bool [B, depth, 2] for int64 keys [B].
 
-    The attention (0) and the MLP (1) of block i are skipped independently, each with the probability
-    drop_path * i / (depth - 1). This is stochastic depth (Huang et al. 2016) with the linear rule and the two
-    branches of ViTDet (Li et al. 2022, detectron2/modeling/backbone/vit.py), the origin of SAM's encoder.
+    Attention (0) and MLP (1) of block i are skipped independently, with the probability drop_path * i /
+    (depth - 1): stochastic depth (Huang et al. 2016), with the rule and branches of ViTDet (Li et al. 2022).
     """
     blocks = torch.arange(depth, device=keys.device)[:, None]
     branches = torch.arange(2, device=keys.device)
@@ -115,15 +111,6 @@ def noised_boxes(
     return torch.cat((torch.minimum(low, high), torch.maximum(low, high)), dim=1)
 
 
-def first_prompts(
-    points: Tensor, boxes: Tensor, keys: Tensor, box_probability: float
-) -> tuple[Tensor, Tensor]:
-    """A point or a box for each mask, by its key: float32 [M, 2, 2] and labels int64 [M, 2]."""
-    boxed = (uniforms(random_words(keys, Purpose.FIRST_PROMPT)) < box_probability)[:, None]
-    (near, near_labels), (corners, corner_labels) = point_prompts(points), box_prompts(boxes)
-    return torch.where(boxed[..., None], corners, near), torch.where(boxed, corner_labels, near_labels)
-
-
 def unprompted_iterations(keys: Tensor, clicks: int, unprompted: int) -> Tensor:
     """The iterations after the first in which a mask gets no new prompt: bool [M, clicks + unprompted]."""
     # The last iteration is unprompted for all masks. The key of each mask chooses the other unprompted - 1
@@ -140,14 +127,11 @@ def unprompted_iterations(keys: Tensor, clicks: int, unprompted: int) -> Tensor:
 def corrective_clicks(
     masks: Tensor, targets: Tensor, keys: Tensor, number: int, image_size: int
 ) -> tuple[Tensor, Tensor]:
-    """A click for each mask, uniform over the pixels where the predicted mask is wrong.
-
-    The click is a foreground click on a missing pixel, or a background click on a surplus pixel. For a
-    prediction without error, it is a foreground click, uniform over the target; if the target has no pixel,
-    there is no click: the label NOTHING.
+    """A click for each mask, uniform over the pixels where it is wrong: foreground on a missing pixel,
+    background on a surplus one. Without error it is on a pixel of the target, or NOTHING if that has none.
 
     Masks, which must be False outside the image, and targets are bool [M, R, R]. The random values depend on
-    the `number` of the iteration. `image_size`: pixels of the padded square.
+    the `number` of the iteration.
     """
     errors = masks ^ targets
     regions = torch.where(errors.flatten(1).any(dim=1)[:, None, None], errors, targets)

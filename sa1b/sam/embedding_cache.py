@@ -22,8 +22,6 @@ from sa1b.hashing import Purpose
 from sa1b.sam.clicks import random_words
 
 _ENDING = ".safetensors"
-_NAME = "embedding"
-_CRC = "crc32c"
 
 
 class EmbeddingCache:
@@ -37,8 +35,7 @@ class EmbeddingCache:
     """
 
     def __init__(self, folder: Path, limit: int, flag: str = "--distill.cache") -> None:
-        self.folder, self._flag = folder, flag
-        self.limit = self._left = limit
+        self.folder, self.limit, self._flag = folder, limit, flag
         self._words = torch.empty(0, dtype=torch.int64)
 
     def embeddings(
@@ -50,13 +47,17 @@ class EmbeddingCache:
         device, shape = images.device, images.shape[1:]
         if (self._words.shape, self._words.device) != (shape, device):
             key = torch.zeros((), dtype=torch.int64, device=device)
-            self._words = random_words(
-                key, Purpose.CACHE, torch.arange(shape.numel(), device=device).view(shape)
-            )
+            numbers = torch.arange(shape.numel(), device=device).view(shape)
+            self._words = random_words(key, Purpose.CACHE, numbers)
+        # The sum of all pixel values, each times a random word, modulo 2**64: the sums of two images that
+        # differ are equal with a probability of at most 2**-56 (Carter and Wegman, "Universal classes of hash
+        # functions", 1979). Integer sums have the same bits in any order, on any device.
+        sums = torch.stack([(image * self._words).sum() for image in images])  # uint8 * int64 is int64
+        keys = random_words(sums, Purpose.CACHE, sizes[:, 0], sizes[:, 1])
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else torch.float32
         folder, found = self.folder / str(dtype).removeprefix("torch."), []
-        for i, key in enumerate(pixel_keys(images, sizes, self._words).tolist()):
+        for i, key in enumerate(keys.tolist()):
             name = f"{key % (1 << 64):016x}"
             path = folder / name[:2] / f"{name}{_ENDING}"
             embedding = _read(path)
@@ -67,23 +68,23 @@ class EmbeddingCache:
         return torch.stack(found)
 
     def _write(self, path: Path, embedding: Tensor) -> None:
-        if not self._left:
+        if not self.limit:
             return
         values = embedding.cpu().contiguous()
         if not values.isfinite().all():  # not stored; the run's check of losses reports it
             return
-        data = save({_NAME: values, _CRC: torch.tensor(_crc(values))})
-        if len(data) > self._left:
-            self._left = 0
+        data = save({"embedding": values, "crc32c": torch.tensor(_crc(values))})
+        if len(data) > self.limit:
+            self.limit = 0
             return
-        self._left -= len(data)
+        self.limit -= len(data)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(data)
             temporary.replace(path)
         except OSError as error:
-            self._left = 0
+            self.limit = 0
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             sys.stderr.write(
@@ -110,26 +111,16 @@ def open_cache(flag: str, cache: str, cache_bytes: int, digest: str) -> Embeddin
     left = max(cache_bytes - sum(sizes.values()), 0)
     if os.environ.get("RANK", "0") == "0":
         count = sum(folder in path.parents for path in sizes)
-        sys.stderr.write(
-            f"{flag} {folder}: {count:,} embeddings; up to {left:,} more bytes will be written\n"
-        )
+        line = f"{flag} {folder}: {count:,} embeddings; up to {left:,} more bytes will be written\n"
+        sys.stderr.write(line)
     return EmbeddingCache(folder, left // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), flag)
-
-
-def pixel_keys(images: Tensor, sizes: Tensor, words: Tensor) -> Tensor:
-    """A hash of the pixels and the size of each image, int64 [B], from random words int64 [3, S, S]."""
-    # The sum of all pixel values, each times a random word, modulo 2**64: the sums of two different images
-    # are equal with a probability of at most 2**-56 (Carter and Wegman, "Universal classes of hash
-    # functions", 1979). Integer sums have the same bits in any order, on any device.
-    sums = torch.stack([(image * words).sum() for image in images])  # uint8 * int64 is int64
-    return random_words(sums, Purpose.CACHE, sizes[:, 0], sizes[:, 1])
 
 
 def _read(path: Path) -> Tensor | None:
     """The embedding in a file; None if there is no file, or a damaged one."""
     try:
         tensors = load(path.read_bytes())
-        values, crc = tensors[_NAME], tensors[_CRC]
+        values, crc = tensors["embedding"], tensors["crc32c"]
     except (OSError, SafetensorError, KeyError):
         return None
     return values if int(crc) == _crc(values) else None

@@ -6,7 +6,7 @@ can compute the tokens in place of the patch embedding; it needs no blocks after
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -25,10 +25,7 @@ EPSILON = 1e-6  # epsilon of the layer norms of encoder, neck and mask prompt
 
 
 class ImageEncoder(nn.Module):
-    """Computes an embedding from normalised pixels, with one vector for each patch.
-
-    `config` has the sizes: a `sa1b.sam.model.ModelConfig`.
-    """
+    """Computes an embedding from normalised pixels, with one vector for each patch; config: `ModelConfig`."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -42,8 +39,7 @@ class ImageEncoder(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, side, side, width))
         windows = [0 if index in config.global_blocks else config.window for index in range(config.depth)]
         self.blocks = nn.ModuleList(
-            Block(width, config.heads, side, window, index in config.recomputed_blocks)
-            for index, window in enumerate(windows)
+            Block(config, window, index in config.recomputed_blocks) for index, window in enumerate(windows)
         )
         self.neck = nn.Sequential(
             nn.Conv2d(width, channels, kernel_size=1, bias=False),
@@ -57,18 +53,11 @@ class ImageEncoder(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
 
-    def compile_blocks(self) -> None:
-        """Compile each block; see `Block.compile_compute`."""
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            block.compile_compute()
-
     def forward(self, pixels: Tensor, keep: Tensor | None = None) -> Tensor:
         """Normalised pixels float [B, 3, S, S] -> embedding float [B, channels, S / patch, S / patch].
 
-        `keep`: bool [B, depth, 2], whether an image passes through the attention (0) and the MLP (1) of each
-        block. Outputs are scaled by 1 / (1 - rate), which keeps the expected value. None, or in evaluation
-        mode: all pass through all blocks, unscaled.
+        `keep`: as for `Sam.embed`; outputs are scaled by 1 / (1 - rate), which keeps the expected value. In
+        evaluation mode all images pass through all blocks, unscaled.
         """
         x = self.tokens(pixels)
         for index, block in enumerate(self.blocks):
@@ -137,14 +126,19 @@ class Backbone(nn.Module):
 
     def __init__(self, name: str, patch_size: int, width: int) -> None:
         super().__init__()
-        self.name = name
-        create = _create_model()
+        self.name, create = name, None
         try:
+            create = import_module("timm").create_model
             every = create(name, pretrained=False, features_only=True).feature_info.reduction()
             places = [every.index(patch_size), every.index(2 * patch_size)]
             features = create(name, pretrained=False, features_only=True, out_indices=places)
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        except (ImportError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
+            if create is None:  # RuntimeError: torchvision is of another build than torch
+                raise UsageError(
+                    f"--model.backbone: needs the package timm, which cannot be imported ({first}); "
+                    "pip install 'sa1b[timm]', with torch and torchvision of the same build"
+                ) from None
             raise BadValue(
                 f"--model.backbone {name}: timm gives no features of it at {patch_size} and {2 * patch_size} "
                 f"pixels ({first}); pass another model, such as tiny_vit_5m_224 or repvit_m1_0"
@@ -162,58 +156,35 @@ class Backbone(nn.Module):
         return tokens.permute(0, 2, 3, 1)
 
 
-def _create_model() -> Callable[..., Any]:
-    """timm's function; UsageError: timm cannot be imported."""
-    try:
-        create: Callable[..., Any] = import_module("timm").create_model
-    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision is of another build than torch
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(
-            f"--model.backbone: needs the package timm, which cannot be imported ({first}); "
-            "pip install 'sa1b[timm]', with torch and torchvision of the same build"
-        ) from None
-    return create
-
-
 class Block(nn.Module):
-    """Attention and a feed-forward network, each after a layer norm and added to its input.
+    """Attention, with `window` 0 over the whole image, and a feed-forward network, after layer norms."""
 
-    `window` 0 is attention over the whole image; with `recompute`, backward has only the input.
-    """
-
-    def __init__(self, width: int, heads: int, side: int, window: int, recompute: bool) -> None:
+    def __init__(self, config: Any, window: int, recompute: bool) -> None:
         super().__init__()
-        self.window = window
-        self.recompute = recompute
-        self.norm1 = nn.LayerNorm(width, eps=EPSILON)
-        self.attn = RelativeAttention(width, heads, window or side)
-        self.norm2 = nn.LayerNorm(width, eps=EPSILON)
-        self.mlp = feed_forward(width, 4 * width, nn.GELU())
+        self.window, self.recompute = window, recompute
+        self.norm1 = nn.LayerNorm(config.width, eps=EPSILON)
+        self.attn = RelativeAttention(config.width, config.heads, window or config.side)
+        self.norm2 = nn.LayerNorm(config.width, eps=EPSILON)
+        self.mlp = feed_forward(config.width, 4 * config.width, nn.GELU())
         self.compiled: Callable[[Tensor, Tensor | None], Tensor] | None = None
-
-    def compile_compute(self) -> None:
-        """Compile `compute`, separately for each batch size: sizes must not become dynamic."""
-        # FSDP's hooks and the activation checkpoint stay outside of the graph: a graph breaks at hooks, and
-        # nothing in a checkpoint is compiled if a graph breaks inside.
-        #
-        # All blocks share one code object and its limit of graphs. There is a graph for windowed and for
-        # global blocks, for training and evaluation, and for a few batch sizes.
-        dynamo: Any = import_module("torch._dynamo.config")
-        dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
-        self.compiled = torch.compile(self.compute, dynamic=False, fullgraph=True)
+        if config.compile_blocks:
+            # Separately for each batch size: sizes must not become dynamic. FSDP's hooks and the activation
+            # checkpoint stay outside of the graph: a graph breaks at hooks, and nothing in a checkpoint is
+            # compiled if a graph breaks inside.
+            #
+            # All blocks share one code object and its limit of graphs. There is a graph for windowed and for
+            # global blocks, for training and evaluation, and for a few batch sizes.
+            dynamo: Any = import_module("torch._dynamo.config")
+            dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+            self.compiled = torch.compile(self.compute, dynamic=False, fullgraph=True)
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
         """Tokens [B, H, W, width] -> the same shape; gain: float [B, 2], factors of attention and MLP."""
-        return self.attn.gathered(self.checkpointed, x, gain)
-
-    def checkpointed(self, x: Tensor, gain: Tensor | None) -> Tensor:
-        """Call `compute`; with `recompute`, only the input is kept for the backward pass."""
         compute = self.compiled or self.compute
         if self.recompute and torch.is_grad_enabled():
             # A block uses no random values, so the state of the generator is not saved.
-            out: Tensor = checkpoint(compute, x, gain, use_reentrant=False, preserve_rng_state=False)
-            return out
-        return compute(x, gain)
+            compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+        return self.attn.gathered(compute, x, gain)
 
     def compute(self, x: Tensor, gain: Tensor | None) -> Tensor:
         # Call the methods of attention and MLP, not the modules: FSDP's hooks on them run in `gathered`.
@@ -267,8 +238,7 @@ class RelativeAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, side: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.side = side
+        self.heads, self.side = heads, side
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
         self.rel_pos_h = nn.Parameter(torch.zeros(2 * side - 1, width // heads))
@@ -279,17 +249,10 @@ class RelativeAttention(nn.Module):
         return function(*arguments)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens float [B, side, side, width] -> the same shape; B images or windows. Else ValueError."""
-        batch, rows, columns, width = x.shape
-        if (rows, columns) != (self.side, self.side):
-            raise BadValue(
-                f"tokens of {rows} x {columns}: must be {self.side} x {self.side}, the grid of the relative "
-                "positions; build the model with the image_size of the images"
-            )
+        """Tokens float [B, side, side, width] -> the same shape; B images or windows."""
         q, k, v = self.projected(x)
         out = attended(*self.folded(q, k), v.flatten(2, 3))
-        out = out.transpose(1, 2).reshape(batch, rows, columns, width)
-        projected: Tensor = self.proj(out)
+        projected: Tensor = self.proj(out.transpose(1, 2).reshape(x.shape))
         return projected
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -321,8 +284,9 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The attention of queries and keys [B, heads, N, e] to shorter values [B, heads, N, d], not scaled."""
     # Other kernels than cuDNN's need equal lengths. On an H100, cuDNN takes 13.3 ms with values of 64 numbers
     # and 19.5 with padded ones, flash attention 16.0: forward and backward, 8 images of 12 heads, 4,096
-    # tokens, queries of 192 numbers.
-    if not torch.compiler.is_compiling() and q.is_cuda and _has_fast_cudnn(q.device):
+    # tokens, queries of 192 numbers. Torch too prefers cuDNN's on an H100, a B200 and their relatives.
+    eager = q.is_cuda and not torch.compiler.is_compiling()
+    if eager and torch.cuda.get_device_capability(q.device)[0] in (9, 10):
         given = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, False)
         if torch.backends.cuda.can_use_cudnn_attention(given):
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -330,12 +294,6 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     length = v.shape[-1]
     out = F.scaled_dot_product_attention(q, k, F.pad(v, (0, q.shape[-1] - length)), scale=1.0)
     return out[..., :length]
-
-
-@cache
-def _has_fast_cudnn(device: torch.device) -> bool:
-    """Whether torch too prefers cuDNN's attention on this GPU: an H100, a B200 and their relatives."""
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def distances(table: Tensor) -> Tensor:
@@ -347,11 +305,8 @@ def distances(table: Tensor) -> Tensor:
 
 
 def split_windows(x: Tensor, window: int) -> Tensor:
-    """Tokens [B, H, W, C] -> [B * windows, window, window, C], in row-major order of windows.
-
-    The grid is padded with zeros at the bottom and on the right. As in the published model, attention
-    includes the padding.
-    """
+    """Tokens [B, H, W, C] -> [B * windows, window, window, C], in row-major order of windows."""
+    # Padded with zeros at the bottom and on the right; as in the published model, attention includes them.
     batch, height, width, channels = x.shape
     x = F.pad(x, (0, 0, 0, -width % window, 0, -height % window))
     down, across = x.shape[1] // window, x.shape[2] // window

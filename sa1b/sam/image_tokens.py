@@ -31,9 +31,8 @@ class OwnImage:
     def logits(self, rows: Tensor) -> Tensor:
         """The products of rows [M, R, C] and placed tokens: [M, R, N]."""
         x = self.tokens
-        return product_with_transposed(
-            rows, x + self.position.to(x.dtype) if self.placed is None else self.placed
-        )
+        placed = x + self.position.to(x.dtype) if self.placed is None else self.placed
+        return product_with_transposed(rows, placed)
 
     def weighted(self, weights: Tensor) -> Tensor:
         """The tokens summed with weights [M, R, N]: [M, R, C]."""
@@ -43,10 +42,12 @@ class OwnImage:
         """The tokens plus the sum over R of weights [M, R, N] times values [M, R, C]: [M, N, C]."""
         return added(product_of_transposed(weights, values), self.tokens)
 
+    def for_kernels(self, kernels: Any) -> tuple[Tensor | None, ...]:
+        """The first arguments of the kernel `ImageToTokens`."""
+        return self.tokens[:, None], None, None, None
+
     def read(self, rows: Tensor) -> tuple[Tensor, "OwnImage"]:
-        """The tokens, summed with the softmax of the logits of rows [M, R, C]: [M, R, C]. The image for later
-        uses: its gradient is added to that of this one in one kernel.
-        """
+        """The tokens, summed with the softmax of the logits of rows [M, R, C]; the image for later uses."""
         x = self.tokens
         if self.placed is not None or (kernels := reading(x, rows, shared=False)) is None:
             return self.weighted(softmax(self.logits(rows), dim=-1)), self
@@ -70,9 +71,7 @@ class SharedImage:
 
     def logits(self, rows: Tensor) -> Tensor:
         logits = self.by_image(product_with_transposed, rows, self.placed)
-        if self.features is None:
-            return logits
-        return logits + (rows @ self.basis.T) @ self.features
+        return logits if self.features is None else logits + (rows @ self.basis.T) @ self.features
 
     def weighted(self, weights: Tensor) -> Tensor:
         sums = self.by_image(torch.matmul, weights, self.tokens)
@@ -89,6 +88,14 @@ class SharedImage:
             return added(product_of_transposed(*grouped), self.tokens[:, None]).flatten(0, 1)
         parts = torch.split(product_of_transposed(weights, values), list(self.counts))
         return torch.cat([part + tokens for part, tokens in zip(parts, self.tokens, strict=True)])
+
+    def for_kernels(self, kernels: Any) -> tuple[Tensor | None, ...] | None:
+        if not self.fits_kernels():
+            return None
+        low, of_masks = self.low_rank(), self.of_masks
+        if of_masks is None:
+            of_masks = kernels.TokensOfMasks.apply(self.tokens, *low, self.counts[0])
+        return of_masks, self.placed, *low
 
     def read(self, rows: Tensor) -> tuple[Tensor, "SharedImage"]:
         kernels = reading(self.tokens, rows, shared=True)
@@ -133,50 +140,39 @@ def added(product: Tensor, tokens: Tensor) -> Tensor:
     return product + tokens if torch.compiler.is_compiling() else product.add_(tokens)
 
 
-class _OfTwo(torch.autograd.Function):
-    """A function of two tensors; its backward pass needs both."""
+class _Product(torch.autograd.Function):
+    """a' @ b or, without `first`, a @ b'. The gradients have the memory layouts of a and b: those of a plain
+    product are transposed, and adding them to other gradients takes as long as the product.
+    """
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-
-class _WithTransposed(_OfTwo):
-    @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        return a @ b.transpose(-2, -1)
+    def forward(a: Tensor, b: Tensor, first: bool) -> Tensor:
+        return a.transpose(-2, -1) @ b if first else a @ b.transpose(-2, -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+        *both, ctx.first = inputs
+        ctx.save_for_backward(*both)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         a, b = ctx.saved_tensors
-        return gradient @ b, gradient.transpose(-2, -1) @ a
+        if ctx.first:
+            return b @ gradient.transpose(-2, -1), a @ gradient, None
+        return gradient @ b, gradient.transpose(-2, -1) @ a, None
 
 
-class _OfTransposed(_OfTwo):
-    @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        return a.transpose(-2, -1) @ b
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        return b @ gradient.transpose(-2, -1), a @ gradient
-
-
-_with_transposed: Product = _WithTransposed.apply
-_of_transposed: Product = _OfTransposed.apply
+_product: Callable[[Tensor, Tensor, bool], Tensor] = _Product.apply
 
 
 def product_with_transposed(a: Tensor, b: Tensor) -> Tensor:
     """a @ b' for a [..., R, K] and b [..., L, K] with equal leading dimensions."""
-    # The gradients have the memory layouts of a and b. The gradients of a plain product are transposed, and
-    # adding them to other gradients takes as long as the product.
-    return _with_transposed(a, b)
+    return _product(a, b, False)
 
 
 def product_of_transposed(a: Tensor, b: Tensor) -> Tensor:
-    """a' @ b for a [..., R, K] and b [..., R, L]; the gradients as for `product_with_transposed`."""
-    return _of_transposed(a, b)
+    """a' @ b for a [..., R, K] and b [..., R, L]."""
+    return _product(a, b, True)
 
 
 def softmax(x: Tensor, dim: int) -> Tensor:

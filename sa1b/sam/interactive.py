@@ -20,29 +20,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from sa1b.arguments import BadValue
-from sa1b.sam import clicks
+from sa1b.sam import clicks, iteration
 from sa1b.sam.embedding_cache import EmbeddingCache
 from sa1b.sam.image_encoder import WithImageEncoder
-from sa1b.sam.iteration import (
-    EarlyGradients,
-    Graphs,
-    IterationOutcome,
-    answer,
-    first_prompts,
-    iterate,
-    pick,
-    scene_of,
-    with_gradients,
-)
 from sa1b.sam.kernel_proof import use_kernels
 from sa1b.sam.model import Sam
 from sa1b.sam.published import fit_weights, read_tensors, weights_digest
 from sa1b.sam.recipe import Recipe, encoder_flops, is_frozen, step_flops
-from sa1b.sam.targets import Targets, by_image, inputs_of, overlaps, rounded_up, with_equal_counts
+from sa1b.sam.targets import Targets, at_size, by_image, inputs_of, overlaps, rounded_up, with_equal_counts
 
 SCORED_CLICKS = (1, 3, 5)  # clicks after which an evaluation scores the masks; the box is the last prompt
-
 
 EvaluationProtocol = Callable[[Sam, Tensor, Tensor], dict[str, Tensor]]  # see sa1b.sam.protocol
 
@@ -78,7 +65,7 @@ class Interactive(WithImageEncoder):
         super().__init__()
         self.model, self.recipe, self._open_cache = model, recipe, open_cache
         self._cache: EmbeddingCache | None = None
-        self._graphs = Graphs()
+        self._graphs = iteration.Graphs()
 
     # The model contract: see sa1b.engine.model.
     figures: tuple[str, ...] = ("loss", "focal", "dice", "iou_loss", "iou_first", "iou_last")
@@ -143,17 +130,12 @@ class Interactive(WithImageEncoder):
             image, after 1, 3 and 5 clicks and for the exact box alone; "logits", float32 [M, R, R] of the
             padded square, and "predicted_iou", float32 [M], of the answer to the first click. With one
             prompt, the mask is the candidate with the highest predicted IoU of three; later it is number 0.
-
-        Raises:
-            ValueError: the targets are smaller than the decoder's masks.
         """
         use_kernels(self.model)
-        if protocol is not None:
+        if protocol is not None or evaluate:
             with torch.no_grad():
-                return protocol(self.model, images, targets.sizes)
-        _check_sizes(images, targets)
-        if evaluate:
-            with torch.no_grad():
+                if protocol is not None:
+                    return protocol(self.model, images, targets.sizes)
                 return self._evaluate(images, targets)
         embeddings = self._embeddings(images, targets.sizes, image_keys)
         return self._iterate(embeddings, images.shape[-1], targets)
@@ -177,10 +159,9 @@ class Interactive(WithImageEncoder):
         """All iterations of training, from the embeddings of the images."""
         if not self._iterations_are_independent(embeddings.device):
             return self._sums(embeddings, image_size, targets, None)
-        graphs, counts = None, targets.counts
-        recordable = self.model.config.cuda_graphs and self._graphs.supports(embeddings)
-        if recordable and counts is not None and max(counts, default=0) > 0:
-            graphs, targets = self._graphs, with_equal_counts(targets, rounded_up(max(counts)))
+        graphs, most = None, max(targets.counts or (0,))
+        if most and self.model.config.cuda_graphs and self._graphs.supports(embeddings):
+            graphs, targets = self._graphs, with_equal_counts(targets, rounded_up(most))
         names = [field.name for field in fields(Targets) if field.name != "counts"]
         outer = {
             name: x for name, x in self.model.named_parameters() if not name.startswith("image_encoder.")
@@ -190,7 +171,7 @@ class Interactive(WithImageEncoder):
             # Other leaves in place of the parameters: their gradients belong to this stream.
             leaves = [given[0].detach().requires_grad_(embeddings.requires_grad)]
             leaves += [nn.Parameter(x.detach(), x.requires_grad) for x in outer.values()]
-            early = EarlyGradients(leaves)
+            early = iteration.EarlyGradients(leaves)
             changed: Any = dict(zip(names, given[1:], strict=True))
             arguments = leaves[0], image_size, replace(targets, **changed), early
             inner = {f"model.{name}": x for name, x in zip(outer, leaves[1:], strict=True)}
@@ -203,43 +184,37 @@ class Interactive(WithImageEncoder):
             fixed = [*outer.values(), *self.model.buffers()]
             kind = image_size, embeddings.requires_grad, tuple(x.requires_grad for x in outer.values())
             sums, gradients = graphs(work, inputs, fixed, kind)
-        return sums | {"loss": with_gradients(sums["loss"], gradients, (embeddings, *outer.values()))}
+        sources = (embeddings, *outer.values())
+        return sums | {"loss": iteration.with_gradients(sums["loss"], gradients, sources)}
 
     def _sums(
-        self,
-        embeddings: Tensor,
-        image_size: int,
-        targets: Targets,
-        early: EarlyGradients | None,
+        self, embeddings: Tensor, image_size: int, targets: Targets, early: iteration.EarlyGradients | None
     ) -> dict[str, Tensor]:
         """The sums of `forward`, from embeddings; `early` gets the loss of each iteration."""
         recipe, keys = self.recipe, targets.keys
-        scene = scene_of(embeddings, image_size, targets)
-        points, labels = first_prompts(recipe, targets, image_size)
+        scene = iteration.scene_of(embeddings, image_size, targets)
+        points, labels = iteration.first_prompts(recipe, targets, image_size)
         rests = clicks.unprompted_iterations(keys, recipe.clicks, recipe.unprompted)
         share = 1.0 if recipe.iteration_loss == "sum" else 1 / (1 + rests.shape[1])
-        function: Callable[..., IterationOutcome] = iterate
+        function: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = iteration.iterate
         if torch.is_grad_enabled() and early is None:
             # An iteration uses no generator, so the state of the generator is not saved.
-            function = partial(checkpoint, iterate, use_reentrant=False, preserve_rng_state=False)
+            function = partial(checkpoint, iteration.iterate, use_reentrant=False, preserve_rng_state=False)
         losses, parts, ious, of_masks = [], [], [], torch.zeros_like(targets.weights)
-        outcome: IterationOutcome | None = None
+        mask, feedback = scene.masks, None
         for number in range(1 + rests.shape[1]):
-            if outcome is not None and (recipe.unprompted == 0 or number < rests.shape[1]):
-                click, label = clicks.corrective_clicks(
-                    outcome.mask, scene.masks, keys, number - 1, image_size
-                )
+            if number > 0 and (recipe.unprompted == 0 or number < rests.shape[1]):
+                click, label = clicks.corrective_clicks(mask, scene.masks, keys, number - 1, image_size)
                 label = torch.where(rests[:, number - 1], clicks.NOTHING, label)
                 points, labels = _with_click(points, labels, click, label)
-            feedback = None if outcome is None else outcome.feedback
-            outcome = function(self.model, recipe, scene, points, labels, feedback)
-            weighted = outcome.losses * targets.weights
+            of_parts, iou, mask, feedback = function(self.model, recipe, scene, points, labels, feedback)
+            weighted = of_parts * targets.weights
             sums = share * weighted.sum(dim=1)
             loss = self._weighted(sums)
             losses.append(loss if early is None else early.add(loss))
             parts.append(sums.detach())
             of_masks = of_masks + share * self._weighted(weighted.detach())
-            ious.append((targets.weights * outcome.iou).detach())
+            ious.append((targets.weights * iou).detach())
         focal, dice, quality = torch.stack(parts).sum(dim=0).unbind()
         trace = {}
         if self.traced:
@@ -261,11 +236,9 @@ class Interactive(WithImageEncoder):
         return recipe.focal_weight * focal + recipe.dice_weight * dice + recipe.iou_weight * quality
 
     def _iterations_are_independent(self, device: torch.device) -> bool:
-        """Whether the backward pass of an iteration can follow its forward pass at once.
-
-        This is not possible if gradients flow between iterations, nor in float16, where gradients would
-        underflow without the loss scale, which is applied to the sum.
-        """
+        """Whether the backward pass of an iteration can follow its forward pass at once."""
+        # Not if gradients flow between iterations, nor in float16, where they would underflow without the
+        # loss scale, which is applied to the sum.
         if not torch.is_grad_enabled() or self.recipe.feedback_gradient:
             return False
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
@@ -273,35 +246,29 @@ class Interactive(WithImageEncoder):
 
     def _evaluate(self, images: Tensor, targets: Targets) -> dict[str, Tensor]:
         image_size, scores = images.shape[-1], list[tuple[Tensor, Tensor]]()
-        scene = scene_of(self.model.embed(images, None, targets.sizes), image_size, targets)
+        scene = iteration.scene_of(self.model.embed(images, None, targets.sizes), image_size, targets)
+
+        def answer(points: Tensor, labels: Tensor, before: Tensor | None) -> tuple[Tensor, ...]:
+            # Of the best candidate: logits, these at the size of the targets, mask and predicted IoU.
+            logits, predicted = iteration.predict(self.model, scene, points, labels, before)
+            chosen = predicted.argmax(dim=1)
+            low = iteration.pick(logits, chosen)[:, None]
+            large, masks = at_size(low, scene.inside)
+            return low, large[:, 0], masks[:, 0], iteration.pick(predicted, chosen).float()
+
         points, labels = clicks.point_prompts(targets.points)
-        latest = first = answer(self.model, scene, points, labels, None)
+        feedback, first_logits, mask, first_iou = answer(points, labels, None)
         for clicked in range(1, max(SCORED_CLICKS) + 1):
             if clicked > 1:
-                found = pick(latest.masks, latest.chosen)
-                click, label = clicks.corrective_clicks(found, scene.masks, targets.keys, clicked, image_size)
+                click, label = clicks.corrective_clicks(mask, scene.masks, targets.keys, clicked, image_size)
                 points, labels = _with_click(points, labels, click, label)
-                latest = answer(self.model, scene, points, labels, latest.feedback)
+                feedback, _, mask, _ = answer(points, labels, feedback)
             if clicked in SCORED_CLICKS:
-                scores.append(overlaps(pick(latest.masks, latest.chosen), scene.masks))
-        latest = answer(self.model, scene, *clicks.box_prompts(targets.boxes), None)
-        scores.append(overlaps(pick(latest.masks, latest.chosen), scene.masks))
-        intersections, unions = zip(*scores, strict=True)
-        return {
-            "intersections": torch.stack(intersections, dim=1),
-            "unions": torch.stack(unions, dim=1),
-            "logits": pick(first.logits, first.chosen),
-            "predicted_iou": pick(first.predicted, first.chosen).float(),
-        }
-
-
-def _check_sizes(images: Tensor, targets: Targets) -> None:
-    size, image_size = targets.masks.shape[-1], images.shape[-1]
-    if size < image_size // 4:
-        raise BadValue(
-            f"targets of {size} pixels: smaller than the decoder's masks, which have {image_size // 4} "
-            f"for an image size of {image_size}; rasterise the targets at that size or above"
-        )
+                scores.append(overlaps(mask, scene.masks))
+        scores.append(overlaps(answer(*clicks.box_prompts(targets.boxes), None)[2], scene.masks))
+        intersections, unions = (torch.stack(each, dim=1) for each in zip(*scores, strict=True))
+        first = {"logits": first_logits, "predicted_iou": first_iou}
+        return {"intersections": intersections, "unions": unions, **first}
 
 
 def _with_click(points: Tensor, labels: Tensor, click: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:

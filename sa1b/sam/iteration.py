@@ -2,20 +2,20 @@
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from sa1b.hashing import Purpose
 from sa1b.masks.raster_torch import inside_image
 from sa1b.sam import clicks
 from sa1b.sam.clicks import TOP_LEFT
 from sa1b.sam.mask_decoder import ALL, AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
 from sa1b.sam.recipe import Recipe
-from sa1b.sam.targets import Targets, at_size, compared, iou_loss
+from sa1b.sam.targets import Targets, compared
 
 
 class Scene(NamedTuple):
@@ -28,47 +28,25 @@ class Scene(NamedTuple):
     inside: Tensor  # bool [M, R, R], pixels of the image
 
 
-class Answer(NamedTuple):
-    """The candidates of one iteration, K = 3 in the first iteration, later K = 1, and the chosen one."""
-
-    logits: Tensor  # float32 [M, K, R, R]
-    predicted: Tensor  # [M, K], predicted IoU
-    masks: Tensor  # bool [M, K, R, R], without pixels outside the image
-    chosen: Tensor  # int64 [M], the candidate with the highest predicted IoU
-    feedback: Tensor  # [M, 1, 4h, 4w], logits of the chosen candidate for the next iteration
-
-
-class IterationOutcome(NamedTuple):
-    """Results of one iteration of training, including the input of the next one."""
-
-    losses: Tensor  # [3, M]: focal loss, dice loss, error of the IoU
-    iou: Tensor  # [M], IoU of the chosen mask
-    mask: Tensor  # bool [M, R, R], the chosen mask
-    feedback: Tensor  # [M, 1, 4h, 4w]
-
-
-def answer(model: Sam, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> Answer:
-    """The candidates for these prompts; without feedback, the three of the first iteration."""
-    logits, predicted = _candidates(model, scene, points, labels, feedback)
-    chosen = predicted.argmax(dim=1)
-    large, masks = at_size(logits, scene.inside)
-    return Answer(large, predicted, masks, chosen, feedback=pick(logits, chosen)[:, None])
-
-
 def iterate(
     model: Sam, recipe: Recipe, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None
-) -> IterationOutcome:
-    """The masks of one iteration compared with the targets; without feedback, it is the first one."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The masks of one iteration compared with the targets; without feedback, it is the first one.
+
+    The result: losses [3, M] (focal, dice, IoU); of the candidate with the highest predicted IoU its IoU [M],
+    mask, bool [M, R, R], and logits [M, 1, 4h, 4w], the feedback for the next iteration.
+    """
     allowed = None  # bool [M, 4]: all four candidates are computed, and these are compared
     if recipe.box_masks == "one" and feedback is None:
         boxed = labels[:, :1] == TOP_LEFT
         allowed = torch.cat((boxed, (~boxed).expand(-1, 3)), dim=1)
-    logits, predicted = _candidates(model, scene, points, labels, feedback, all_four=allowed is not None)
+    logits, predicted = predict(model, scene, points, labels, feedback, allowed is not None)
     chosen = _only(predicted.detach(), allowed, -torch.inf).argmax(dim=1)
     focal, dice, actual, masks = compared(
         logits, scene.masks, scene.inside, recipe.focal_alpha, recipe.focal_gamma
     )
-    quality = iou_loss(predicted, actual, recipe.iou_loss)
+    wrong = predicted.float() - actual.detach()
+    quality = wrong**2 if recipe.iou_loss == "squared" else wrong.abs()
     weighted = recipe.focal_weight * focal + recipe.dice_weight * dice
     best = _only(weighted.detach(), allowed, torch.inf).argmin(dim=1)
     losses = [pick(losses, best) for losses in (focal, dice)]
@@ -77,24 +55,16 @@ def iterate(
         losses = [torch.lerp(one, mean, share) for one, mean in zip(losses, means, strict=True)]
     losses.append(pick(quality, best) if recipe.iou_masks == "best" else _mean(quality, allowed))
     following = pick(logits, chosen)[:, None]
-    return IterationOutcome(
-        losses=torch.stack(losses),
-        iou=pick(actual, chosen),
-        mask=pick(masks, chosen),
-        feedback=following if recipe.feedback_gradient else following.detach(),
-    )
+    following = following if recipe.feedback_gradient else following.detach()
+    return torch.stack(losses), pick(actual, chosen), pick(masks, chosen), following
 
 
-def _candidates(
-    model: Sam,
-    scene: Scene,
-    points: Tensor,
-    labels: Tensor,
-    feedback: Tensor | None,
-    *,
-    all_four: bool = False,
+def predict(
+    model: Sam, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None, all_four: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Logits and predicted IoU of the candidates of an iteration."""
+    """Logits [M, K, 4h, 4w] and predicted IoU [M, K] of the candidates of an iteration: K is 3 in the first
+    one, which has no feedback, later 1.
+    """
     candidates = ALL if all_four else AMBIGUOUS if feedback is None else SINGLE
     return model.decode(
         scene.embeddings, scene.image, points, labels, feedback, counts=scene.counts, candidates=candidates
@@ -102,11 +72,14 @@ def _candidates(
 
 
 def first_prompts(recipe: Recipe, targets: Targets, image_size: int) -> tuple[Tensor, Tensor]:
-    """The prompts of the first iteration, which depend on no prediction; see `clicks.first_prompts`."""
+    """A point or a box for each mask, by its key: float32 [M, 2, 2] and labels int64 [M, 2]."""
     limit, sizes = recipe.box_noise_limit * image_size / 1024, targets.sizes[targets.image]
-    uniform = recipe.box_noise_kind == "uniform"
-    boxes = clicks.noised_boxes(targets.boxes, targets.keys, sizes, recipe.box_noise, limit, uniform=uniform)
-    return clicks.first_prompts(targets.points, boxes, targets.keys, recipe.box_probability)
+    uniform, keys = recipe.box_noise_kind == "uniform", targets.keys
+    boxes = clicks.noised_boxes(targets.boxes, keys, sizes, recipe.box_noise, limit, uniform=uniform)
+    chance = clicks.uniforms(clicks.random_words(keys, Purpose.FIRST_PROMPT))
+    boxed = (chance < recipe.box_probability)[:, None]
+    (near, near_labels), (corners, labels) = clicks.point_prompts(targets.points), clicks.box_prompts(boxes)
+    return torch.where(boxed[..., None], corners, near), torch.where(boxed, labels, near_labels)
 
 
 def scene_of(embeddings: Tensor, image_size: int, targets: Targets) -> Scene:
@@ -139,13 +112,6 @@ _log = logging.getLogger(__name__)
 MOST = 16  # kinds of inputs; calls with others are not recorded
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Recording:
-    graph: torch.cuda.CUDAGraph
-    inputs: list[Tensor]
-    outputs: Any
-
-
 class Graphs:
     """Recordings of a function on a CUDA device, one for each kind of its inputs.
 
@@ -154,7 +120,8 @@ class Graphs:
     """
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, _Recording | None] = {}
+        # graph, inputs and outputs of each kind
+        self._found: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], Any] | None] = {}
         self._pool: Any = None
         self._fails = False
 
@@ -191,12 +158,15 @@ class Graphs:
                 self._fails = True
                 _log.warning("no CUDA graphs are used: %s; pass --model.no-cuda-graphs", error)
                 return function(*inputs)
-        torch._foreach_copy_(recording.inputs, list(inputs))
-        recording.graph.replay()
+        graph, copies, outputs = recording
+        torch._foreach_copy_(copies, list(inputs))
+        graph.replay()
         # The next replay, of another micro-batch, writes into the outputs, whose sums are still used.
-        return tree_map_only(Tensor, torch.clone, recording.outputs)
+        return tree_map_only(Tensor, torch.clone, outputs)
 
-    def _record(self, function: Callable[..., Any], inputs: Sequence[Tensor]) -> _Recording:
+    def _record(
+        self, function: Callable[..., Any], inputs: Sequence[Tensor]
+    ) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Any]:
         graph, copies = torch.cuda.CUDAGraph(), [x.detach().clone() for x in inputs]
         enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         # Weights that autocast has converted before would keep their values in all replays. Threads of the
@@ -207,7 +177,7 @@ class Graphs:
         ):
             outputs = function(*copies)
         self._pool = graph.pool()
-        return _Recording(graph, copies, outputs)
+        return graph, copies, outputs
 
 
 class EarlyGradients:
@@ -221,23 +191,19 @@ class EarlyGradients:
 
     def __init__(self, sources: Sequence[Tensor]) -> None:
         self._sources = sources
-        self._found: dict[int, Tensor] = {}  # by the place of the source
-
-    @property
-    def sums(self) -> list[Tensor | None]:
-        """The gradient of each source so far; None: it is not trained or not used."""
-        return [self._found.get(place) for place in range(len(self._sources))]
+        # The gradient of each source so far; None: it is not trained or not used.
+        self.sums: list[Tensor | None] = [None] * len(sources)
 
     def add(self, loss: Tensor) -> Tensor:
         """Compute and add the gradients of a scalar, free its graph, and return it without gradient."""
-        trained = {place: x for place, x in enumerate(self._sources) if x.requires_grad}
+        trained = [place for place, x in enumerate(self._sources) if x.requires_grad]
         with torch.autocast(loss.device.type, enabled=False):
-            results = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        found = {place: x for place, x in zip(trained, results, strict=True) if x is not None}
-        if self._found:  # all losses depend on the same sources
-            sums = torch._foreach_add(list(self._found.values()), list(found.values()))
-            found = dict(zip(found, sums, strict=True))
-        self._found = found
+            found = torch.autograd.grad(loss, [self._sources[i] for i in trained], allow_unused=True)
+        new = {place: x for place, x in zip(trained, found, strict=True) if x is not None}
+        old = [x for x in self.sums if x is not None]  # all losses depend on the same sources
+        sums = torch._foreach_add(old, list(new.values())) if old else new.values()
+        for place, total in zip(new, sums, strict=True):
+            self.sums[place] = total
         return loss.detach()
 
 

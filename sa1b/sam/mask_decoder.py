@@ -41,8 +41,7 @@ class PromptEncoder(nn.Module):
 
     def __init__(self, channels: int, image_size: int, side: int) -> None:
         super().__init__()
-        self.image_size = image_size
-        self.side = side
+        self.image_size, self.side = image_size, side
         self.pe_layer = PositionEncoding(channels)
         self.point_embeddings = nn.ModuleList(nn.Embedding(1, channels) for _ in range(LABELS))
         self.not_a_point_embed = nn.Embedding(1, channels)
@@ -69,19 +68,15 @@ class PromptEncoder(nn.Module):
     def embed_points(self, points: Tensor, labels: Tensor) -> Tensor:
         position: Tensor = self.pe_layer((points.float() + 0.5) / self.image_size)
         position = position.masked_fill((labels < 0)[..., None], 0)
-        of_label = [self.not_a_point_embed.weight, *(kind.weight for kind in self.kinds())]
-        return position + F.embedding(labels + 1, torch.cat(of_label).float())
-
-    def kinds(self) -> list[nn.Embedding]:
-        return [kind for kind in self.point_embeddings if isinstance(kind, nn.Embedding)]
+        kinds = (self.not_a_point_embed, *self.point_embeddings)
+        of_label = torch.cat([kind.get_parameter("weight") for kind in kinds])
+        return position + F.embedding(labels + 1, of_label.float())
 
     def embed_masks(self, low_res: Tensor | None, has_low_res: Tensor | None) -> DenseEmbedding:
         nothing = self.no_mask_embed.weight[0].float()
         *_, last = self.mask_downscaling
         if low_res is None:
-            unused = torch.stack(
-                [parameter.float().sum() for parameter in self.mask_downscaling.parameters()]
-            )
+            unused = torch.stack([x.float().sum() for x in self.mask_downscaling.parameters()])
             return DenseEmbedding(nothing + 0 * unused.sum(), None, nothing[None][:0])
         has = None if has_low_res is None else has_low_res[:, None, None]
         if has is not None:

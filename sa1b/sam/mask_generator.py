@@ -5,9 +5,8 @@ appendix B); given the same resized image, so are the masks (`tests/sam/test_mas
 scaled by the ratio of the sizes, as there; `sa1b.predict` scales the centres of pixels instead.
 """
 
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -18,13 +17,13 @@ import torch
 from sa1b.arguments import check_names, number, whole_number
 from sa1b.masks import geometry
 from sa1b.masks.grid import framed_size
-from sa1b.masks.raster import LogitAxis, areas, logit_axis, runs_of_logits
+from sa1b.masks.raster import areas, logit_axis, runs_of_logits
 from sa1b.masks.runs import Runs, joined
 from sa1b.sam.clicks import FOREGROUND, NOTHING
 from sa1b.sam.kernel_proof import use_kernels
 from sa1b.sam.mask_decoder import AMBIGUOUS
 from sa1b.sam.model import Sam
-from sa1b.sam.prediction import check_model, decoded, embedded, rgb_pixels
+from sa1b.sam.prediction import Pixels, check_model, decoded, embedded, rgb_pixels
 
 _THREADS = 4  # for masks; on a GPU, one thread takes longer than the decoder
 _EDGE = 20  # pixels; a mask whose box ends this close to the border of a crop continues outside of it
@@ -86,13 +85,8 @@ class GeneratorConfig:
             for x in (sides[0] - shared) * np.arange(count):
                 for y in (sides[1] - shared) * np.arange(count):
                     if x < width and y < height:  # an image of few pixels has fewer crops
-                        yield Crop(
-                            int(x),
-                            int(y),
-                            min(sides[0], width - int(x)),
-                            min(sides[1], height - int(y)),
-                            points,
-                        )
+                        ends = min(sides[0], width - int(x)), min(sides[1], height - int(y))
+                        yield Crop(int(x), int(y), *ends, points)
 
 
 class Crop(NamedTuple):
@@ -150,7 +144,7 @@ def generate_masks(model: Sam, image: Any, **settings: Any) -> GeneratedMasks:
 
 
 @torch.no_grad()
-def generate(model: Sam, pixels: npt.NDArray[np.uint8], config: GeneratorConfig) -> GeneratedMasks:
+def generate(model: Sam, pixels: Pixels, config: GeneratorConfig) -> GeneratedMasks:
     """`generate_masks` from pixels uint8 [height, width, 3]."""
     use_kernels(model)
     height, width = pixels.shape[:2]
@@ -166,90 +160,51 @@ def generate(model: Sam, pixels: npt.NDArray[np.uint8], config: GeneratorConfig)
 
 
 def _of_crop(
-    model: Sam,
-    pixels: npt.NDArray[np.uint8],
-    crop: Crop,
-    config: GeneratorConfig,
-    threads: ThreadPoolExecutor,
+    model: Sam, pixels: Pixels, crop: Crop, config: GeneratorConfig, threads: ThreadPoolExecutor
 ) -> GeneratedMasks:
-    height, width = pixels.shape[:2]
-    size, side = model.config.image_size, 4 * model.config.side
-    taken = framed_size(crop.height, crop.width, size)
-    embedding = embedded(model, pixels[crop.y : crop.y + crop.height, crop.x : crop.x + crop.width])
-    target = _Target(
-        logit_axis(crop.height, taken[0], size, side),
-        logit_axis(crop.width, taken[1], size, side),
-        crop,
-        (height, width),
-        config,
-    )
-    points = _grid(crop)
-    scale = (taken[1] / crop.width, taken[0] / crop.height)
-    finished: list[GeneratedMasks] = []
-    waiting: deque[Future[GeneratedMasks]] = deque()
+    x, y, width, height, points_per_side = crop
+    image, size = (pixels.shape[0], pixels.shape[1]), model.config.image_size
+    taken = framed_size(height, width, size)
+    lengths = zip((height, width), taken, strict=True)
+    rows, columns = (logit_axis(*of_axis, size, 4 * model.config.side) for of_axis in lengths)
+
+    def masks(
+        logits: npt.NDArray[np.float32], quality: npt.NDArray[np.float32], points: npt.NDArray[np.float64]
+    ) -> GeneratedMasks:
+        pixel_counts = areas(logits, rows, columns, config.stability_offset)
+        stability = (pixel_counts[:, 1] / np.maximum(pixel_counts[:, 2], 1)).astype(np.float32)
+        chosen = np.flatnonzero((stability >= config.min_stability) & (pixel_counts[:, 0] > 0))
+        runs = runs_of_logits(logits, chosen, rows, columns, position=(x, y), image=image)
+        boxes = geometry.bbox_sa1b(runs)
+        # Whether boxes end at the border of the crop, where it is not the border of the image.
+        sides = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
+        of_crop = np.abs(sides - (x, y, x + width, y + height)) <= _EDGE
+        of_image = np.abs(sides - (0, 0, image[1], image[0])) <= _EDGE
+        inside = np.flatnonzero(~(of_crop & ~of_image).any(axis=1))
+        chosen = chosen[inside]
+        figures = quality[chosen], stability[chosen], points[chosen]
+        return GeneratedMasks(runs.select(inside), *figures, np.tile(np.array(crop[:4]), (len(chosen), 1)))
+
+    embedding = embedded(model, pixels[y : y + height, x : x + width])
+    # The centres of equal parts, row by row, in pixels of the crop.
+    parts = (np.arange(points_per_side) + 0.5) / points_per_side
+    down, across = np.meshgrid(parts * height, parts * width, indexing="ij")
+    points = np.stack([across.reshape(-1), down.reshape(-1)], axis=1)
+    found: list[Future[GeneratedMasks]] = []
     for start in range(0, len(points), config.points_per_batch):
         prompts = points[start : start + config.points_per_batch]
         # The second point is the empty one of prompts without a box.
-        at = np.stack([prompts * scale, np.zeros_like(prompts)], axis=1)
+        at = np.stack([prompts * (taken[1] / width, taken[0] / height), np.zeros_like(prompts)], axis=1)
         labels = np.tile([FOREGROUND, NOTHING], (len(prompts), 1))
         logits, predicted = decoded(model, embedding, at, labels, AMBIGUOUS)
         kept = (predicted > config.min_predicted_iou).nonzero()
-        chosen = logits[kept[:, 0], kept[:, 1]].cpu().numpy()
-        quality = predicted[kept[:, 0], kept[:, 1]].cpu().numpy()
-        kept_points = prompts[kept[:, 0].cpu().numpy()] + (crop.x, crop.y)
-        waiting.append(threads.submit(target.masks, chosen, quality, kept_points))
-        while len(waiting) > 2 * _THREADS:  # bounds the memory for logits
-            finished.append(waiting.popleft().result())
-    finished += [future.result() for future in waiting]
-    every = _joined(finished, height, width)
+        chosen, quality = (values[kept[:, 0], kept[:, 1]].cpu().numpy() for values in (logits, predicted))
+        kept_points = prompts[kept[:, 0].cpu().numpy()] + (x, y)
+        found.append(threads.submit(masks, chosen, quality, kept_points))
+        wait(found[: -2 * _THREADS])  # bounds the memory for logits
+    every = _joined([future.result() for future in found], *image)
     boxes = geometry.bbox_sa1b(every.runs)
     return every.select(geometry.suppress(boxes, every.predicted_iou, config.max_box_iou))
-
-
-def _grid(crop: Crop) -> npt.NDArray[np.float64]:
-    """The points of a crop, [n * n, 2], row by row: the centres of equal parts, in pixels of the crop."""
-    parts = (np.arange(crop.points_per_side) + 0.5) / crop.points_per_side
-    y, x = np.meshgrid(parts * crop.height, parts * crop.width, indexing="ij")
-    return np.stack([x.reshape(-1), y.reshape(-1)], axis=1)
-
-
-class _Target(NamedTuple):
-    """Where the logits of a crop belong in the image."""
-
-    rows: LogitAxis
-    columns: LogitAxis
-    crop: Crop
-    image: tuple[int, int]
-    config: GeneratorConfig
-
-    def masks(
-        self,
-        logits: npt.NDArray[np.float32],
-        quality: npt.NDArray[np.float32],
-        points: npt.NDArray[np.float64],
-    ) -> GeneratedMasks:
-        pixel_counts = areas(logits, self.rows, self.columns, self.config.stability_offset)
-        stability = (pixel_counts[:, 1] / np.maximum(pixel_counts[:, 2], 1)).astype(np.float32)
-        chosen = np.flatnonzero((stability >= self.config.min_stability) & (pixel_counts[:, 0] > 0))
-        x, y, width, height, _ = self.crop
-        runs = runs_of_logits(logits, chosen, self.rows, self.columns, position=(x, y), image=self.image)
-        inside = np.flatnonzero(~self._at_border(geometry.bbox_sa1b(runs)))
-        chosen = chosen[inside]
-        return GeneratedMasks(
-            runs.select(inside),
-            quality[chosen],
-            stability[chosen],
-            points[chosen],
-            np.tile(np.array([x, y, width, height], np.int64), (len(chosen), 1)),
-        )
-
-    def _at_border(self, boxes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether boxes end at the border of the crop, where it is not the border of the image: bool [N]."""
-        x, y, width, height, _ = self.crop
-        sides = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
-        of_crop = np.abs(sides - (x, y, x + width, y + height)) <= _EDGE
-        of_image = np.abs(sides - (0, 0, self.image[1], self.image[0])) <= _EDGE
-        return np.asarray((of_crop & ~of_image).any(axis=1))
 
 
 def _joined(parts: list[GeneratedMasks], height: int, width: int) -> GeneratedMasks:

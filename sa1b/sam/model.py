@@ -94,12 +94,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "model")
-        for whole, part in (("image_size", "patch_size"), ("width", "heads")):
-            if getattr(self, whole) % getattr(self, part):
-                raise BadValue(
-                    f"{_flag(whole)} {getattr(self, whole)}: must be a multiple of {_flag(part)} "
-                    f"{getattr(self, part)}"
-                )
+        for whole, part in (("image-size", "patch-size"), ("width", "heads")):
+            size, of_part = (getattr(self, name.replace("-", "_")) for name in (whole, part))
+            if size % of_part:
+                raise BadValue(f"--model.{whole} {size}: must be a multiple of --model.{part} {of_part}")
         if self.channels % CHANNELS_MULTIPLE:
             raise BadValue(f"--model.channels {self.channels}: must be a multiple of {CHANNELS_MULTIPLE}")
         if self.pixel_features and self.patch_size % 4:
@@ -153,14 +151,7 @@ class ModelConfig:
 _TINY_VIT = ModelConfig(width=256, depth=0, heads=1, global_blocks=(), backbone="tiny_vit_5m_224")
 PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
-        image_size=256,
-        width=128,
-        depth=2,
-        heads=4,
-        global_blocks=(1,),
-        window=8,
-        channels=32,
-        pixel_features=24,
+        256, width=128, depth=2, heads=4, global_blocks=(1,), window=8, channels=32, pixel_features=24
     ),
     "vit_t": ModelConfig(width=192, heads=3),
     "tiny_vit": _TINY_VIT,
@@ -169,10 +160,6 @@ PRESETS: dict[str, ModelConfig] = {
     "vit_l": ModelConfig(width=1024, depth=24, heads=16, global_blocks=(5, 11, 17, 23)),
     "vit_h": ModelConfig(width=1280, depth=32, heads=16, global_blocks=(7, 15, 23, 31)),
 }
-
-
-def _flag(name: str) -> str:
-    return f"--model.{name.replace('_', '-')}"
 
 
 class Sam(nn.Module):
@@ -197,19 +184,12 @@ class Sam(nn.Module):
             self.similarity = ClickSimilarity(config.patch_size, config.channels, config.pixel_features)
         self.register_buffer("pixel_mean", torch.tensor(PIXEL_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(PIXEL_STD).view(3, 1, 1), persistent=False)
-        self._adapt()
-        if config.compile_blocks:
-            self.image_encoder.compile_blocks()
-
-    def _adapt(self) -> None:
-        """Add the low-rank changes of `config`, and freeze what is not trained beside them."""
-        if not self.config.lora_rank:
-            return
-        trained = {name: self.get_submodule(name) for name in ("image_encoder", "mask_decoder")}
-        for name in list(trained) if self.config.lora_targets == "both" else [self.config.lora_targets]:
-            adapt(trained.pop(name), (RelativeAttention, ProjectedAttention), self.config.lora_rank)
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(is_low_rank(name) or name.partition(".")[0] in trained)
+        if config.lora_rank:
+            trained = {name: self.get_submodule(name) for name in ("image_encoder", "mask_decoder")}
+            for name in list(trained) if config.lora_targets == "both" else [config.lora_targets]:
+                adapt(trained.pop(name), (RelativeAttention, ProjectedAttention), config.lora_rank)
+            for name, parameter in self.named_parameters():  # others are frozen
+                parameter.requires_grad_(is_low_rank(name) or name.partition(".")[0] in trained)
 
     def embed(self, images: Tensor, keep: Tensor | None = None, sizes: Tensor | None = None) -> Tensor:
         """The embedding of each image.
@@ -243,9 +223,8 @@ class Sam(nn.Module):
             # Encode one blank image and discard it. Kernels need not support empty batches, and every
             # parameter gets a gradient (of zeros), which the ranks with images wait for.
             blank = images.new_zeros(1, *images.shape[1:])
-            return self.embed(blank, None if keep is None else F.pad(keep, (0, 0, 0, 0, 0, 1), value=True))[
-                :0
-            ]
+            keep = None if keep is None else F.pad(keep, (0, 0, 0, 0, 0, 1), value=True)
+            return self.embed(blank, keep)[:0]
         pixels = self.pixels(images, sizes)
         return self.with_features(pixels, self.image_encoder(pixels, keep))
 
@@ -321,9 +300,8 @@ class Sam(nn.Module):
         tokens_of_images = embeddings.flatten(2).transpose(1, 2).to(dtype) + dense.constant.to(dtype)
         position = self.prompt_encoder.image_position()[0].flatten(1).T.to(dtype)
         features = None if dense.features is None else dense.features.to(dtype)
-        shared = SharedImage(
-            tokens_of_images, tokens_of_images + position, counts, features, dense.basis.to(dtype)
-        )
+        placed = tokens_of_images + position
+        shared = SharedImage(tokens_of_images, placed, counts, features, dense.basis.to(dtype))
         logits, iou, tokens = self.mask_decoder(shared, position, sparse, candidates)
         if self.similarity is not None and clicks is not None:
             logits = logits + self.similarity(clicks, counts, tokens).to(logits.dtype)

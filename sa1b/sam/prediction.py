@@ -20,16 +20,21 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.nn import functional
 
 from sa1b.arguments import BadValue, check_arguments
 from sa1b.masks.grid import framed_size
 from sa1b.sam.clicks import BACKGROUND, BOTTOM_RIGHT, FOREGROUND, NOTHING, TOP_LEFT
+from sa1b.sam.iteration import pick
 from sa1b.sam.kernel_proof import use_kernels
 from sa1b.sam.mask_decoder import AMBIGUOUS, MASKS, SINGLE
 from sa1b.sam.model import Sam
 
+Pixels = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 _AREA_FACTOR = 4 / 3  # at larger reductions, bilinear interpolation would skip pixels
 _AT_ONCE = 32  # prompts that are decoded together
 _PIXELS = 1 << 25  # largest number of pixels that are enlarged together: 128 MiB
@@ -78,9 +83,9 @@ def predict(
     model: Sam,
     image: Any,
     *,
-    points: npt.ArrayLike | None = None,
-    labels: npt.ArrayLike | None = None,
-    boxes: npt.ArrayLike | None = None,
+    points: ArrayLike | None = None,
+    labels: ArrayLike | None = None,
+    boxes: ArrayLike | None = None,
     multimask: bool | None = None,
     all_candidates: bool = False,
 ) -> Prediction:
@@ -141,8 +146,8 @@ def predict(
             group = alike[start : start + _AT_ONCE]
             logits, predicted = decoded(model, features, prompts[group, used], tags[group, used], candidates)
             if not all_candidates:
-                best, each = predicted.argmax(dim=1), torch.arange(len(group), device=predicted.device)
-                logits, predicted = logits[each, best], predicted[each, best]
+                best = predicted.argmax(dim=1)
+                logits, predicted = pick(logits, best), pick(predicted, best)
             masks = at_source(logits.flatten(0, -3), (height, width), (rows, columns), size)
             prediction.masks[group] = masks.reshape(*logits.shape[:-2], height, width).cpu().numpy()
             prediction.logits[group] = logits.cpu().numpy()
@@ -151,16 +156,11 @@ def predict(
 
 
 def decoded(
-    model: Sam,
-    embedding: Tensor,
-    points: npt.NDArray[np.float64],
-    labels: npt.NDArray[np.int64],
-    candidates: slice,
-    low_res: Tensor | None = None,
+    model: Sam, embedding: Tensor, points: Floats, labels: Ints, candidates: slice, low: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Logits [N, K, R, R] and predicted IoU [N, K] of K candidates for N prompts of one image, float32.
 
-    Points [N, P, 2] are in pixels of the padded square; `low_res`: logits of an earlier answer.
+    Points [N, P, 2] are in pixels of the padded square; `low`: logits of an earlier answer.
     """
     count, device = len(points), embedding.device
     logits, predicted = model.decode(
@@ -168,7 +168,7 @@ def decoded(
         torch.zeros(count, dtype=torch.int64, device=device),
         torch.from_numpy(points.astype(np.float32)).to(device),
         torch.from_numpy(labels).to(device),
-        low_res,
+        low,
         counts=[count],
         candidates=candidates,
     )
@@ -197,26 +197,25 @@ def at_source(logits: Tensor, source: tuple[int, int], taken: tuple[int, int], i
 def check_model(model: object) -> None:
     """Refuse what is not the result of `sa1b.load_model`, such as a path, with a ValueError."""
     if not hasattr(model, "pixel_mean"):  # not isinstance, because a compiled model has another class
-        loaded = f"load_model({str(model)!r})" if isinstance(model, str | PathLike) else "load_model(path)"
-        raise BadValue(f"model: {_type(model)} is not a SAM; pass sa1b.{loaded}")
+        path = repr(str(model)) if isinstance(model, str | PathLike) else "path"
+        kind = "None" if model is None else f"a {type(model).__name__}"
+        raise BadValue(f"model: {kind} is not a SAM; pass sa1b.load_model({path})")
 
 
-def rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
+def rgb_pixels(image: Any) -> Pixels:
     """The RGB pixels of a PIL image or of an array uint8 [height, width, 3]; else ValueError."""
     if isinstance(image, str | PathLike):
-        raise BadValue(f"image: {_type(image)} is not an array of pixels; open it with PIL.Image.open")
-    if hasattr(image, "convert"):  # a PIL image; PIL need not be imported for this test
-        image = image.convert("RGB")
-    elif not hasattr(image, "__array__"):
-        raise BadValue(f"image: must be uint8 RGB [height, width, 3] or a PIL image, got {_type(image)}")
-    pixels = np.asarray(image)
+        kind = type(image).__name__
+        raise BadValue(f"image: a {kind} is not an array of pixels; open it with PIL.Image.open")
+    # A PIL image has `convert`; PIL need not be imported for this test.
+    pixels = np.asarray(image.convert("RGB") if hasattr(image, "convert") else image)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
-        actual = f"{pixels.dtype} {list(pixels.shape)}"
+        actual = f"{pixels.dtype} {list(pixels.shape)}" if pixels.ndim else f"{image!r:.60}"
         raise BadValue(f"image: must be uint8 RGB [height, width, 3] or a PIL image, got {actual}")
     return pixels
 
 
-def framed_image(pixels: npt.NDArray[np.uint8], rows: int, columns: int, size: int) -> npt.NDArray[np.uint8]:
+def framed_image(pixels: Pixels, rows: int, columns: int, size: int) -> Pixels:
     """An image, uint8 [height, width, 3], in the padded square of `size` pixels: uint8 [size, size, 3]."""
     square = np.zeros((size, size, 3), np.uint8)
     small = pixels.shape[0] > _AREA_FACTOR * rows or pixels.shape[1] > _AREA_FACTOR * columns
@@ -225,26 +224,22 @@ def framed_image(pixels: npt.NDArray[np.uint8], rows: int, columns: int, size: i
     return square
 
 
-def framed(pixels: npt.NDArray[np.uint8], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def framed(pixels: Pixels, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """An image as `Sam.embed` takes it: uint8 [1, 3, size, size], and its rows and columns, int64 [1, 2]."""
     taken = framed_size(pixels.shape[0], pixels.shape[1], size)
     square = torch.from_numpy(framed_image(pixels, *taken, size)).to(device)
     return square[None].permute(0, 3, 1, 2), torch.tensor([taken])
 
 
-def embedded(model: Sam, pixels: npt.NDArray[np.uint8]) -> Tensor:
+def embedded(model: Sam, pixels: Pixels) -> Tensor:
     """The result of `Sam.embed` for an image, uint8 [height, width, 3]."""
     images, sizes = framed(pixels, model.config.image_size, model.pixel_mean.device)
     return model.embed(images, sizes=sizes)
 
 
 def _prompts(
-    points: npt.ArrayLike | None,
-    labels: npt.ArrayLike | None,
-    boxes: npt.ArrayLike | None,
-    height: int,
-    width: int,
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    points: ArrayLike | None, labels: ArrayLike | None, boxes: ArrayLike | None, height: int, width: int
+) -> tuple[Floats, Ints]:
     """Points and box corners of N prompts, [N, P, 2], and their labels as `Sam.decode` takes them, [N, P]."""
     # Points with an effect come first; the last point is always empty.
     if points is None and boxes is None:
@@ -253,14 +248,15 @@ def _prompts(
     if labels is not None and points is None:
         raise BadValue("labels: belong to points, but no points were passed; pass points")
     where, tags = [], []
+    outside = f"outside of the image of {width} x {height} pixels (width x height)"
     if points is not None:
-        at = _numbers("points", points)
+        at = np.asarray(points, np.float64)
         if at.ndim not in (2, 3) or at.shape[-1] != 2 or 0 in at.shape[:-1]:
             raise BadValue(
                 "points: must be [P, 2], the points (x, y) of one prompt, or [N, P, 2], those of N prompts, "
                 f"in pixels; got {list(at.shape)}"
             )
-        of_points = np.full(at.shape[:-1], FOREGROUND) if labels is None else _numbers("labels", labels)
+        of_points = np.full(at.shape[:-1], FOREGROUND) if labels is None else np.asarray(labels, np.float64)
         if of_points.shape != at.shape[:-1]:
             expected = f"{list(at.shape[:-1])} for points {list(at.shape)}"
             raise BadValue(f"labels: must be {expected}, got {list(of_points.shape)}")
@@ -269,11 +265,12 @@ def _prompts(
                 "labels: must be 1 (foreground), 0 (background) or -1 (a point that does not count)"
             )
         at, of_points = at.reshape(-1, *at.shape[-2:]), of_points.reshape(-1, at.shape[-2])
-        _check_inside("point", at, (width, height), 0.5, of_points != NOTHING)
+        inside = ((at >= -0.5) & (at <= (width - 0.5, height - 0.5))).all(axis=-1)  # NaN is outside
+        _refuse(~inside & (of_points != NOTHING), "point", at, outside, "points as (x, y), in pixels")
         where.append(at)
         tags.append(of_points.astype(np.int64))
     if boxes is not None:
-        corners = _numbers("boxes", boxes)
+        corners = np.asarray(boxes, np.float64)
         if corners.ndim not in (1, 2) or corners.shape[-1] != 4 or not len(corners):
             raise BadValue(
                 f"boxes: must be [4] or [N, 4], x0, y0, x1, y1 in pixels, got {list(corners.shape)}"
@@ -284,14 +281,11 @@ def _prompts(
                 f"boxes: are in pixels of the image, which has {width} x {height} (width x height); these "
                 "are not above 1; multiply x by the width and y by the height"
             )
-        ends_before = (corners[:, :2] > corners[:, 2:]).any(axis=1)
-        if ends_before.any():
-            first = int(ends_before.argmax())
-            raise BadValue(
-                f"box {_tuple(corners[first])} of prompt {first}: ends before it begins; "
-                "pass boxes as x0, y0, x1, y1"
-            )
-        _check_inside("box", corners, (width, height), 0.0)
+        form = "boxes as x0, y0, x1, y1, in pixels"
+        crossed = (corners[:, :2] > corners[:, 2:]).any(axis=1)
+        _refuse(crossed, "box", corners, "ends before it begins", form)
+        inside = ((corners >= -0.5) & (corners <= (width, height, width, height))).all(axis=1)
+        _refuse(~inside, "box", corners, outside, form)
         if where and len(where[0]) != len(corners):
             raise BadValue(
                 f"boxes: {len(corners)} boxes for the {len(where[0])} prompts of points; "
@@ -306,38 +300,8 @@ def _prompts(
     return np.take_along_axis(at, order[..., None], axis=1), np.take_along_axis(kinds, order, axis=1)
 
 
-def _check_inside(
-    kind: str,
-    values: npt.NDArray[np.float64],
-    size: tuple[int, int],
-    margin: float,
-    counted: npt.NDArray[np.bool_] | bool = True,
-) -> None:
-    """Refuse points or boxes that are partly outside of the image; placeholders are ignored."""
-    most = np.tile(size, values.shape[-1] // 2) - margin
-    outside = ((values < -0.5) | (values > most)).any(axis=-1) & counted
-    if outside.any():
-        first = tuple(np.argwhere(outside)[0].tolist())
-        order = "points as (x, y)" if kind == "point" else "boxes as x0, y0, x1, y1"
-        raise BadValue(
-            f"{kind} {_tuple(values[first])} of prompt {first[0]}: outside of the image of "
-            f"{size[0]} x {size[1]} pixels (width x height); pass {order}, in pixels of the image"
-        )
-
-
-def _tuple(values: npt.NDArray[np.float64]) -> str:
-    return f"({', '.join(f'{value:g}' for value in values.tolist())})"
-
-
-def _type(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _numbers(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    try:
-        numbers = np.asarray(values, np.float64)
-    except (TypeError, ValueError):
-        raise BadValue(f"{name}: must be an array of numbers") from None
-    if not np.isfinite(numbers).all():
-        raise BadValue(f"{name}: must contain finite numbers only")
-    return numbers
+def _refuse(wrong: ArrayLike, kind: str, values: Floats, why: str, form: str) -> None:
+    """Name the first point or box that is wrong, if there is one."""
+    for first in np.argwhere(wrong)[:1].tolist():
+        numbers = ", ".join(f"{value:g}" for value in values[tuple(first)].tolist())
+        raise BadValue(f"{kind} ({numbers}) of prompt {first[0]}: {why}; pass {form} of the image")

@@ -12,14 +12,13 @@ Clicks are computed on the CPU, mask by mask, with exact distances in the boundi
 for a disc of 600 pixels in an image of 1500 x 2250, at most 80 ms for a region of this size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sa1b.masks.geometry import area, intersection
@@ -27,9 +26,10 @@ from sa1b.masks.pixel_kernels import farthest
 from sa1b.masks.raster import logit_axis, rasterize, runs_of_logits
 from sa1b.masks.runs import Runs
 from sa1b.sam.clicks import BACKGROUND, BOTTOM_RIGHT, FOREGROUND, NOTHING, TOP_LEFT
+from sa1b.sam.iteration import pick
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
-from sa1b.sam.prediction import at_source, decoded
+from sa1b.sam.prediction import Floats, Ints, at_source, decoded
 from sa1b.shards.predictions import Predicted
 
 CLICKS = (1, 3, 5)
@@ -45,21 +45,7 @@ class ImageTruth:
     """The annotated masks of one image at source resolution, each with a pixel, and their boxes."""
 
     masks: Mask
-    boxes: npt.NDArray[np.float64]
-
-    def parts(self) -> Iterator["ImageTruth"]:
-        """The masks in groups that are decoded together."""
-        for start in range(0, len(self.masks), _AT_ONCE):
-            part = slice(start, start + _AT_ONCE)
-            yield ImageTruth(self.masks[part], self.boxes[part])
-
-
-class Click(NamedTuple):
-    """A click in source pixels; the centre of a pixel has integer coordinates."""
-
-    x: int
-    y: int
-    label: int
+    boxes: Floats
 
 
 class SamProtocol:
@@ -77,20 +63,22 @@ class SamProtocol:
         a pixel is its index plus 0.5.
         """
         embeddings = model.embed(images, sizes=sizes)  # called once on every rank, even if there are no masks
-        scores = [
-            _score(model, embeddings[i : i + 1], part, (int(size[0]), int(size[1])))
-            for i, (truth, size) in enumerate(zip(self.truth, sizes.tolist(), strict=True))
-            for part in truth.parts()
+        none, side = torch.zeros(0, device=images.device), 4 * model.config.side
+        counts = none.long().view(0, len(PROMPTS))
+        scores = [{"intersections": counts, "unions": counts, "logits": none.view(0, side, side)}]
+        scores[0] |= {"predicted_iou": none, "points": none.view(0, 2)}
+        scores += [
+            _score(model, embeddings[i : i + 1], truth, slice(start, start + _AT_ONCE), (rows, columns))
+            for i, (truth, (rows, columns)) in enumerate(zip(self.truth, sizes.tolist(), strict=True))
+            for start in range(0, len(truth.masks), _AT_ONCE)
         ]
-        if not scores:
-            scores = [_nothing(4 * model.config.side, images.device)]
         return {name: torch.cat([score[name] for score in scores]) for name in scores[0]}
 
 
 class BoxMasks:
     """Masks for boxes float64 [m, 4] of one image, x0, y0, x1, y1 in source pixels; m may be 0."""
 
-    def __init__(self, boxes: npt.NDArray[np.float64], source: Size) -> None:
+    def __init__(self, boxes: Floats, source: Size) -> None:
         self.boxes, self.source = boxes, source
 
     def __call__(self, model: Sam, images: Tensor, sizes: Tensor) -> dict[str, Tensor]:
@@ -107,18 +95,15 @@ class BoxMasks:
             prompts = _Prompts(model, embedding, self.source, (rows, columns))
             labels = np.tile([TOP_LEFT, BOTTOM_RIGHT], (len(corners), 1))
             logits, predicted, _ = prompts.answer(corners, labels, AMBIGUOUS)
-            each = torch.arange(len(logits), device=logits.device)
-            best = logits[each, predicted.argmax(dim=1)][:, None]
+            best = pick(logits, predicted.argmax(dim=1))[:, None]
             single = prompts.answer(corners, labels, SINGLE, best)[2]
-            parts.append(single.chosen(each * 0))
+            parts.append(_dense(single, torch.arange(len(corners), device=images.device)))
         return {"masks": torch.cat(parts)}
 
 
 def centre(region: Mask, clicked: Sequence[tuple[int, int]] = ()) -> tuple[int, int, int]:
-    """The pixel of a region that is farthest from the region's outside: x, y and the squared distance.
-
-    Of equally far pixels, the first in row-major order. The distance is 0 if the region has no pixel, or only
-    `clicked` ones. Pixels outside of the array are outside of the region.
+    """The pixel of a region that is farthest from its outside, and from that of the array: x, y and the
+    squared distance, 0 if there is no pixel but `clicked` ones. Of equally far ones, the first by rows.
     """
     top, left, box = _cropped(region)
     if not box.size:
@@ -128,11 +113,9 @@ def centre(region: Mask, clicked: Sequence[tuple[int, int]] = ()) -> tuple[int, 
     return (left + x, top + y, distance) if distance else (0, 0, 0)
 
 
-def next_click(predicted: Mask, truth: Mask, clicked: Sequence[tuple[int, int]] = ()) -> Click:
-    """The click that corrects a mask: foreground on missing pixels, background on surplus pixels.
-
-    If both are equally far from the outside, the click is background. If no pixel is wrong, or all wrong
-    pixels are clicked, the label is NOTHING: an empty point.
+def next_click(predicted: Mask, truth: Mask, clicked: Sequence[tuple[int, int]] = ()) -> tuple[int, int, int]:
+    """The click that corrects a mask, x, y and label: foreground on missing pixels, background on surplus
+    ones and if both are equally far from the outside, NOTHING if all wrong pixels are clicked.
     """
     top, left, wrong = _cropped(predicted ^ truth)
     inside = truth[top : top + wrong.shape[0], left : left + wrong.shape[1]]
@@ -140,8 +123,8 @@ def next_click(predicted: Mask, truth: Mask, clicked: Sequence[tuple[int, int]] 
     missing, surplus = centre(wrong & inside, before), centre(wrong & ~inside, before)
     x, y, distance = missing if missing[2] > surplus[2] else surplus
     if not distance:
-        return Click(0, 0, NOTHING)
-    return Click(left + x, top + y, FOREGROUND if missing[2] > surplus[2] else BACKGROUND)
+        return 0, 0, NOTHING
+    return left + x, top + y, FOREGROUND if missing[2] > surplus[2] else BACKGROUND
 
 
 def _cropped(region: Mask) -> tuple[int, int, Mask]:
@@ -155,142 +138,97 @@ def _cropped(region: Mask) -> tuple[int, int, Mask]:
 
 
 class _Prompts:
-    """Points of m masks in source pixels, for `decoded` on one image."""
+    """Points of m masks in source pixels, for `decoded` on one image, and masks at source resolution: runs on
+    a CPU, where dense ones take 20 times as long, and bool [m * K, height, width] on a GPU.
+    """
 
     def __init__(self, model: Sam, embedding: Tensor, source: Size, taken: Size) -> None:
-        self.model, self.embedding = model, embedding
-        self.source, self.taken = source, taken
+        self.model, self.embedding, self.source, self.taken = model, embedding, source, taken
 
-    def framed(self, at: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def framed(self, at: Floats) -> Floats:
         """Convert points in source pixels to the padded square; a pixel's centre is its integer index."""
         scale = np.array(self.taken[::-1]) / self.source[::-1]
         return np.asarray((at + 0.5) * scale - 0.5, np.float64)
 
     def answer(
-        self,
-        at: npt.NDArray[np.float64],
-        labels: npt.NDArray[np.int64],
-        candidates: slice,
-        feedback: Tensor | None = None,
-    ) -> "tuple[Tensor, Tensor, _Masks]":
-        """Logits [m, K, R, R], predicted IoU [m, K] and masks [m, K] at source resolution of K candidates."""
+        self, at: Floats, labels: Ints, candidates: slice, feedback: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Runs | Tensor]:
+        """Logits [m, K, R, R], predicted IoU [m, K] and masks of K candidates."""
+        size = self.model.config.image_size
         logits, predicted = decoded(self.model, self.embedding, self.framed(at), labels, candidates, feedback)
-        return logits, predicted, _Masks(logits, self.source, self.taken, self.model.config.image_size)
+        flat = logits.flatten(0, 1)
+        if flat.device.type != "cpu":
+            return logits, predicted, at_source(flat, self.source, self.taken, size)
+        lengths = zip(self.source, self.taken, strict=True)
+        axes = [logit_axis(*of_axis, size, logits.shape[-1]) for of_axis in lengths]
+        return logits, predicted, runs_of_logits(flat.numpy(), np.arange(len(flat)), *axes)
 
 
-class _Masks:
-    """K candidates of m masks, logits [m, K, R, R], at source resolution: runs on a CPU, where a dense mask
-    takes 20 times as long, and dense on a GPU.
-    """
-
-    def __init__(self, logits: Tensor, source: Size, taken: Size, image_size: int) -> None:
-        self.shape, self.source, self.device = logits.shape[:2], source, logits.device
-        flat, self.runs, self.dense = logits.flatten(0, 1), None, None
-        if logits.device.type == "cpu":
-            rows, columns = (
-                logit_axis(*of_axis, image_size, logits.shape[-1])
-                for of_axis in zip(source, taken, strict=True)
-            )
-            self.runs = runs_of_logits(flat.numpy(), np.arange(len(flat)), rows, columns)
-        else:
-            self.dense = at_source(flat, source, taken, image_size)
-
-    def chosen(self, best: Tensor) -> Tensor:
-        index = best + torch.arange(len(best), device=best.device) * self.shape[1]
-        if self.dense is not None:
-            return self.dense[index]
-        assert self.runs is not None
-        return torch.from_numpy(rasterize(self.runs.select(index.numpy()), dtype=np.bool_))
-
-    def counts(self, truth: "_Truth") -> tuple[Tensor, Tensor]:
-        """Pixels of intersection and union with each annotated mask: int64 [m, K]."""
-        if self.runs is None:
-            assert self.dense is not None
-            masks = self.dense.view(*self.shape, *self.source)
-            both = _pixels(masks & truth.dense[:, None])
-            return both, _pixels(masks) + _pixels(truth.dense)[:, None] - both
-        count = self.shape[1]
-        common = np.zeros(self.shape, np.int64)
-        for number in range(len(common)):
-            predicted = self.runs.select(np.arange(number * count, (number + 1) * count))
-            common[number] = intersection(predicted, truth.runs.select([number]))[:, 0]
-        either = area(self.runs).reshape(self.shape) + area(truth.runs)[:, None] - common
-        return torch.from_numpy(common), torch.from_numpy(either)
+def _dense(masks: Runs | Tensor, chosen: Tensor) -> Tensor:
+    if isinstance(masks, Runs):
+        return torch.from_numpy(rasterize(masks.select(chosen.numpy()), dtype=np.bool_))
+    return masks[chosen]
 
 
-class _Truth:
-    """The annotated masks of a part: runs on a CPU, else dense."""
-
-    def __init__(self, masks: Mask, device: torch.device) -> None:
-        self.runs = Runs.from_pixels(masks if device.type == "cpu" else masks[:0])
-        self.dense = torch.from_numpy(masks if device.type != "cpu" else masks[:0]).to(device)
-
-
-def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: Size) -> dict[str, Tensor]:
-    masks = _Truth(truth.masks, embedding.device)
-    count, source = len(truth.masks), (truth.masks.shape[1], truth.masks.shape[2])
-    prompts = _Prompts(model, embedding, source, taken)
-    each = torch.arange(count, device=embedding.device)
-    first = np.array([centre(mask)[:2] for mask in truth.masks], np.float64)
+def _score(model: Sam, embedding: Tensor, truth: ImageTruth, part: slice, taken: Size) -> dict[str, Tensor]:
+    pixels, device = truth.masks[part], embedding.device
+    masks = Runs.from_pixels(pixels) if device.type == "cpu" else torch.from_numpy(pixels).to(device)
+    prompts = _Prompts(model, embedding, (pixels.shape[1], pixels.shape[2]), taken)
+    count, each = len(pixels), torch.arange(len(pixels), device=device)
+    first = np.array([centre(mask)[:2] for mask in pixels], np.float64)
     # As in the published code, a prompt without a box gets an empty point.
     at = np.stack([first, np.zeros_like(first)], axis=1)
     labels = np.tile([FOREGROUND, NOTHING], (count, 1))
     logits, predicted, candidates = prompts.answer(at, labels, AMBIGUOUS)
     best = predicted.argmax(dim=1)
     first_click = {
-        "logits": logits[each, best],
-        "predicted_iou": predicted[each, best],
-        "points": torch.from_numpy(prompts.framed(first).astype(np.float32)).to(each.device) + 0.5,
+        "logits": pick(logits, best),
+        "predicted_iou": pick(predicted, best),
+        "points": torch.from_numpy(prompts.framed(first).astype(np.float32)).to(device) + 0.5,
     }
     columns = {"1_click": _overlaps(candidates, masks, best), "1_click_oracle": _overlaps(candidates, masks)}
     for number in range(2, max(CLICKS) + 1):
-        answers = candidates.chosen(best).cpu().numpy()
+        answers = _dense(candidates, each * logits.shape[1] + best).cpu().numpy()
         before = [
             points[present].astype(int).tolist()
             for points, present in zip(at, labels != NOTHING, strict=True)
         ]
-        clicks = [next_click(*of_mask) for of_mask in zip(answers, truth.masks, before, strict=True)]
-        at = np.concatenate([at, [[[click.x, click.y]] for click in clicks]], axis=1)
-        labels = np.concatenate([labels, [[click.label] for click in clicks]], axis=1)
-        logits, _, candidates = prompts.answer(at, labels, SINGLE, logits[each, best][:, None])
+        clicks = np.array([next_click(*of_mask) for of_mask in zip(answers, pixels, before, strict=True)])
+        at = np.concatenate([at, clicks[:, None, :2]], axis=1)
+        labels = np.concatenate([labels, clicks[:, 2:]], axis=1)
+        logits, _, candidates = prompts.answer(at, labels, SINGLE, pick(logits, best)[:, None])
         best = torch.zeros_like(best)
         if number in CLICKS:
             columns[f"{number}_clicks"] = _overlaps(candidates, masks, best)
     corners = np.tile([TOP_LEFT, BOTTOM_RIGHT], (count, 1))
-    _, predicted, candidates = prompts.answer(truth.boxes.reshape(-1, 2, 2), corners, AMBIGUOUS)
+    _, predicted, candidates = prompts.answer(truth.boxes[part].reshape(-1, 2, 2), corners, AMBIGUOUS)
     columns["box"] = _overlaps(candidates, masks, predicted.argmax(dim=1))
     columns["box_oracle"] = _overlaps(candidates, masks)
-    intersections, unions = zip(*(columns[prompt] for prompt in PROMPTS), strict=True)
-    return {
-        "intersections": torch.stack(intersections, dim=1),
-        "unions": torch.stack(unions, dim=1),
-        **first_click,
-    }
+    intersections, unions = (
+        torch.stack(each, dim=1) for each in zip(*(columns[prompt] for prompt in PROMPTS), strict=True)
+    )
+    return {"intersections": intersections, "unions": unions, **first_click}
 
 
-def _overlaps(masks: _Masks, truth: _Truth, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Pixels of intersection and union, int64 [m], of the annotated mask and one of its K candidates."""
+def _overlaps(masks: Runs | Tensor, truth: Any, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Pixels of intersection and union, int64 [m], of each annotated mask and one of its K candidates."""
     # `chosen`: int64 [m], index of the candidate; None: the candidate with the highest IoU.
-    both, either = masks.counts(truth)
+    if isinstance(masks, Runs):
+        grouped = np.arange(len(masks)).reshape(len(truth), -1)
+        common = [intersection(masks.select(some), truth.select([i]))[:, 0] for i, some in enumerate(grouped)]
+        both = torch.from_numpy(np.stack(common))
+        areas, true_areas = torch.from_numpy(area(masks)), torch.from_numpy(area(truth))
+    else:
+        candidates = masks.view(len(truth), -1, *truth.shape[1:])
+        both, areas, true_areas = map(_pixels, (candidates & truth[:, None], masks, truth))
+    either = areas.view(both.shape) + true_areas[:, None] - both
     if chosen is None:
         chosen = (both.double() / either.clamp(min=1)).argmax(dim=1)
-    each = torch.arange(len(both), device=both.device)
-    return both[each, chosen], either[each, chosen]
+    return pick(both, chosen), pick(either, chosen)
 
 
 def _pixels(masks: Tensor) -> Tensor:
     return masks.flatten(-2).sum(dim=-1)
-
-
-def _nothing(size: int, device: torch.device) -> dict[str, Tensor]:
-    none = torch.zeros((0, len(PROMPTS)), dtype=torch.int64, device=device)
-    return {
-        "intersections": none,
-        "unions": none,
-        "logits": torch.zeros((0, size, size), device=device),
-        "predicted_iou": torch.zeros(0, device=device),
-        "points": torch.zeros((0, 2), device=device),
-    }
 
 
 def prediction_lines(
@@ -299,7 +237,7 @@ def prediction_lines(
     points: Tensor,
     iou: Tensor,
     predicted_iou: Tensor,
-    runs_of: Callable[[npt.NDArray[np.int64], Size, Size], Runs],
+    runs_of: Callable[[Ints, Size, Size], Runs],
     phrases: Sequence[str] = (),
 ) -> list[tuple[int, str]]:
     """Position and line of predictions.jsonl for each image of a `sa1b.Batch` that has masks.
@@ -334,28 +272,22 @@ MEDIUM, LARGE = 32**2, 96**2  # smallest areas of medium and of large masks in s
 UNIT = 1 << 32  # the integer for an IoU of 1; sums fit 2**31 masks, products 2**31 pixels per mask
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Score:
-    """Sums over masks by size and prompt.
+    """Sums over masks by size and prompt; `by_size` is meaningful only for IoU at source resolution.
 
     An IoU counts as floor(UNIT * intersection / union), so that sums are exact; the rounding is 2**-32.
     """
 
-    # int64 [3, P + 1]: a row for each of SIZES; the IoU of each prompt, then the number of masks
-    sums: Tensor
-    prompts: tuple[str, ...] = QUICK_PROMPTS
-    by_size: bool = True  # meaningful only for IoU at source resolution
-
-    @classmethod
-    def empty(
-        cls,
+    def __init__(
+        self,
         device: torch.device | str = "cpu",
         prompts: tuple[str, ...] = QUICK_PROMPTS,
         *,
         by_size: bool = True,
-    ) -> "Score":
-        sums = torch.zeros((len(SIZES), len(prompts) + 1), dtype=torch.int64, device=device)
-        return cls(sums, prompts, by_size)
+    ) -> None:
+        self.prompts, self.by_size = prompts, by_size
+        # int64 [3, P + 1]: a row for each of SIZES; the IoU of each prompt, then the number of masks
+        self.sums = torch.zeros((len(SIZES), len(prompts) + 1), dtype=torch.int64, device=device)
 
     def add(self, intersections: Tensor, unions: Tensor, areas: Tensor, weights: Tensor) -> None:
         """Add the masks of a batch; the host does not wait for the device.
@@ -369,29 +301,18 @@ class Score:
         entries = torch.cat((ious, torch.ones_like(ious[:, :1])), dim=1)
         self.sums.add_((belongs[:, :, None] * entries[:, None, :]).sum(dim=0))
 
-    def merge(self, other: "Score") -> None:
-        """Add the sums of another score."""
-        self.sums.add_(other.sums)
-
-    def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
-        """Add the sums of all ranks, in one collective that every rank of the group must call."""
-        dist.all_reduce(self.sums, group=group)
-
     def result(self) -> dict[str, float]:
         """Mean IoU, 0 to 1, and counts: "miou_1_click", "miou_1_click_small", ..., "masks", "masks_small".
 
         A size without masks has the count 0 and no mean.
         """
-        rows = self.sums.tolist()
-        by_size = {"": [sum(column) for column in zip(*rows, strict=True)]}
+        rows = {"": self.sums.sum(dim=0)}
         if self.by_size:
-            by_size |= {f"_{size}": row for size, row in zip(SIZES, rows, strict=True)}
-        means_and_counts: dict[str, float] = {}
-        for suffix, (*ious, masks) in by_size.items():
-            means_and_counts[f"masks{suffix}"] = masks
-            if masks:
-                means = zip(self.prompts, ious, strict=True)
-                means_and_counts |= {
-                    f"miou_{prompt}{suffix}": total / (UNIT * masks) for prompt, total in means
-                }
-        return means_and_counts
+            rows |= {f"_{size}": row for size, row in zip(SIZES, self.sums, strict=True)}
+        found: dict[str, float] = {}
+        for suffix, row in rows.items():
+            *ious, masks = row.tolist()
+            found[f"masks{suffix}"] = masks
+            for prompt, total in zip(self.prompts, ious, strict=True) if masks else ():
+                found[f"miou_{prompt}{suffix}"] = total / (UNIT * masks)
+        return found

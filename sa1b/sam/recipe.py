@@ -83,6 +83,7 @@ class Recipe:
 _OWN_TOKENS = 1 + MASKS  # one token of the IoU and four of the masks
 
 
+@cache
 def encoder_flops(model: ModelConfig, of_weights: float = 1.0, of_products: float = 1.0) -> float:
     """Operations of the image encoder's forward pass for one image, or multiples of those of its layers with
     weights and of the products of queries, keys and values.
@@ -92,7 +93,12 @@ def encoder_flops(model: ModelConfig, of_weights: float = 1.0, of_products: floa
     padded = (windows * model.window) ** 2
     flops, products = 2.0 * tokens * width * 3 * model.patch_size**2, 0.0
     if model.backbone:
-        flops = _backbone_flops(model.backbone, model.image_size, model.patch_size, width)
+        with torch.device("meta"):
+            backbone = Backbone(model.backbone, model.patch_size, width)
+            pixels = torch.empty(1, 3, model.image_size, model.image_size)
+        with FlopCounterMode(display=False) as counter:
+            backbone(pixels)
+        flops = float(counter.get_total_flops())
     for block in range(model.depth):
         keys = tokens if block in model.global_blocks else model.window**2
         queries = tokens if block in model.global_blocks else padded
@@ -104,15 +110,6 @@ def encoder_flops(model: ModelConfig, of_weights: float = 1.0, of_products: floa
         pixel = 3 * 9 + 9 * CONTEXT * HIDDEN + 2 * model.pixel_features
         flops += 2 * tokens * HIDDEN * (16 * pixel + model.channels)
     return of_weights * flops + of_products * products
-
-
-@cache
-def _backbone_flops(name: str, image_size: int, patch_size: int, width: int) -> float:
-    with torch.device("meta"):
-        backbone, pixels = Backbone(name, patch_size, width), torch.empty(1, 3, image_size, image_size)
-    with FlopCounterMode(display=False) as counter:
-        backbone(pixels)
-    return float(counter.get_total_flops())
 
 
 def decoder_flops(model: ModelConfig, tokens: int, candidates: int) -> float:

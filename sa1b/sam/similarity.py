@@ -25,7 +25,6 @@ from torch.nn import functional as F
 from sa1b.sam.image_encoder import ChannelNorm
 
 HIDDEN, CONTEXT = 32, 2  # channels of the convolutions, and number of 3 x 3 convolutions on the embedding
-_COLOUR, _POSITION, _FOREGROUND, _BACKGROUND = 1.0, 8.0, 2.0, 2.0  # initial values of a, b, e and g
 _FAR = 30.0  # largest distance, also used without a click: sigmoid and softplus are flat there
 
 
@@ -76,11 +75,10 @@ class ClickSimilarity(nn.Module):
         self.features = features
         self.pixels = PixelFeatures(patch_size, channels, features)
         self.clicked = nn.Linear(features, channels)
-        begin = torch.tensor([math.log(_COLOUR), math.log(_POSITION), _FOREGROUND, _BACKGROUND])
         self.terms = nn.Linear(channels, 4)  # log a, log b, e, g from the token of a mask
         nn.init.zeros_(self.terms.weight)
         with torch.no_grad():
-            self.terms.bias.copy_(begin)
+            self.terms.bias.copy_(torch.tensor([0.0, math.log(8.0), 2.0, 2.0]))
 
     def with_features(self, pixels: Tensor, embedding: Tensor) -> Tensor:
         """The image embedding with the features of the 4 x 4 mask pixels of each token as further channels.
@@ -117,16 +115,26 @@ class ClickSimilarity(nn.Module):
 
     def forward(self, clicks: Clicks, counts: Sequence[int], tokens: Tensor) -> Tensor:
         """The term for each candidate, float32 [M, K, R, R]; tokens [M, K, C] are the decoder's."""
+        side = math.isqrt(clicks.pixels.shape[1])
         with torch.autocast(clicks.pixels.device.type, enabled=False):
             terms = self.terms(tokens.to(self.terms.weight.dtype)).float()
             colour, position, foreground, background = terms[..., None].unbind(2)  # (M, K, 1)
             colour, position = colour.exp(), position.exp()
-            unlike, away = _unlike(clicks, counts), _away(clicks)  # (M, P, R * R)
+            # Squared distances from the clicks, (M, P, R * R): of features, image by image, and of centres.
+            squares = (clicks.pixels**2).sum(dim=2)[:, None]
+            parts = []
+            by_image = torch.split(clicks.features, list(counts))
+            for features, pixels, square in zip(by_image, clicks.pixels, squares, strict=True):
+                product = (features.flatten(0, 1) @ pixels.T).view(*features.shape[:2], len(pixels))
+                parts.append(square - 2 * product)
+            unlike = (torch.cat(parts) + (clicks.features**2).sum(dim=2, keepdim=True)).clamp(min=0)
+            centres = (torch.arange(side, device=clicks.positions.device) + 0.5) / side
+            across, down = ((centres - clicks.positions[..., axis, None]) ** 2 for axis in (0, 1))
+            away = (down[..., :, None] + across[..., None, :]).flatten(2)
             of_label = _nearest_in_a_graph if torch.compiler.is_compiling() else _nearest
             nearest = [of_label(clicks.labels == label, colour, unlike, position, away) for label in (1, 0)]
             term = foreground - nearest[0] - F.softplus(background - nearest[1])
             clicked = (clicks.labels == 1).any(dim=1)[:, None, None]
-            side = math.isqrt(term.shape[2])
             logits: Tensor = (term * clicked).view(*term.shape[:2], side, side)
             return logits
 
@@ -147,23 +155,3 @@ def _nearest_in_a_graph(
     """`_nearest` without a loop, which would make the number of clicks a constant of the graph."""
     distances = colour[..., None] * unlike[:, None] + position[..., None] * away[:, None]
     return distances.masked_fill(~counts[:, None, :, None], _FAR).amin(dim=2).clamp(max=_FAR)
-
-
-def _unlike(clicks: Clicks, counts: Sequence[int]) -> Tensor:
-    """Squared distances of the features of all pixels from those of the clicked ones: [M, P, R * R]."""
-    squares = (clicks.pixels**2).sum(dim=2)[:, None]
-    parts = []
-    by_image = torch.split(clicks.features, list(counts))
-    for features, pixels, square in zip(by_image, clicks.pixels, squares, strict=True):
-        product = (features.flatten(0, 1) @ pixels.T).view(*features.shape[:2], len(pixels))
-        parts.append(square - 2 * product)
-    both = torch.cat(parts) + (clicks.features**2).sum(dim=2, keepdim=True)
-    return both.clamp(min=0)
-
-
-def _away(clicks: Clicks) -> Tensor:
-    """Squared distances of the centres of all pixels from the clicks: [M, P, R * R]."""
-    side = math.isqrt(clicks.pixels.shape[1])
-    centres = (torch.arange(side, device=clicks.positions.device) + 0.5) / side
-    across, down = ((centres - clicks.positions[..., axis, None]) ** 2 for axis in (0, 1))
-    return (down[..., :, None] + across[..., None, :]).flatten(2)

@@ -7,7 +7,7 @@ the complete padded square: pixels outside the image are background that the mod
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ class Targets:
 
 
 def inputs_of(batch: Any, seed: int) -> tuple[Tensor, Targets, Tensor]:
-    """The arguments of `Interactive.forward` from a `sa1b.Batch` with dense masks; keys are hashes of seed,
-    positions and mask indices.
+    """The arguments of `Interactive.forward` from a `sa1b.Batch` with dense masks.
 
     A mask counts if its image is valid and it has a pixel at the size of the dense masks.
     """
@@ -63,15 +62,14 @@ def rounded_up(count: int) -> int:
     return -(-count // step) * step
 
 
-def with_equal_counts(targets: Targets, most: int | None = None) -> Targets:
-    """Targets with `most` masks for each image, by default as many as the image with most has; M must be
-    positive.
+def with_equal_counts(targets: Targets, most: int) -> Targets:
+    """Targets with `most` masks for each image; M must be positive. The host does not wait for the device.
 
     An image is padded with copies of its last mask with the weight 0, an image without masks with copies of a
-    mask of another image. The host does not wait for the device.
+    mask of another image.
     """
     assert targets.counts is not None
-    most, images = most or max(targets.counts), len(targets.counts)
+    images = len(targets.counts)
     if min(targets.counts) == most:
         return targets
     numbers = torch.arange(images, device=targets.image.device)
@@ -80,16 +78,11 @@ def with_equal_counts(targets: Targets, most: int | None = None) -> Targets:
     chosen = begins[:, None] + torch.arange(most, device=targets.image.device)
     present = (chosen < ends[:, None]).flatten()
     source = torch.minimum(chosen, ends[:, None] - 1).clamp(min=0).flatten()
-    return replace(
-        targets,
-        masks=targets.masks[source],
-        boxes=targets.boxes[source],
-        points=targets.points[source],
-        image=numbers[:, None].expand(-1, most).flatten(),
-        weights=targets.weights[source] * present,
-        keys=targets.keys[source],
-        counts=(most,) * images,
-    )
+    names = ("masks", "boxes", "points", "keys", "weights")
+    padded: dict[str, Any] = {name: getattr(targets, name)[source] for name in names}
+    padded["weights"] = padded["weights"] * present
+    padded["image"] = numbers[:, None].expand(-1, most).flatten()
+    return replace(targets, **padded, counts=(most,) * images)
 
 
 def by_image(of_masks: Tensor, targets: Targets) -> Tensor:
@@ -100,10 +93,7 @@ def by_image(of_masks: Tensor, targets: Targets) -> Tensor:
 
 
 def at_size(logits: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [M, K, H, W] at the size of the targets, float32 [M, K, R, R], and their masks, bool.
-
-    `inside`: bool [M, R, R], the pixels of the image; masks have no other pixels.
-    """
+    """Logits [M, K, H, W] at the size R of `inside`, float32, and their masks, without pixels outside."""
     large, size = logits.float(), inside.shape[-1]
     if size > logits.shape[-1]:
         large = functional.interpolate(large, (size, size), mode="bilinear", align_corners=False)
@@ -123,17 +113,9 @@ def compared(
         inputs = (logits.contiguous(), targets.contiguous(), inside.contiguous())
         focal, dice, actual, masks = kernels.Comparison.apply(*inputs, alpha, gamma)
         return focal, dice, actual, masks
-    return compared_by_operators(logits, targets, inside, alpha, gamma)
-
-
-def compared_by_operators(
-    logits: Tensor, targets: Tensor, inside: Tensor, alpha: float, gamma: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`compared` on any device, also for targets larger than the logits."""
-    large, masks = at_size(logits, inside)
-    of_candidates = targets[:, None]
-    focal, dice = focal_loss(large, of_candidates, alpha, gamma), dice_loss(large, of_candidates)
-    return focal, dice, iou(*overlaps(masks, of_candidates)), masks
+    (large, masks), truth = at_size(logits, inside), targets[:, None]
+    focal, dice = focal_loss(large, truth, alpha, gamma), dice_loss(large, truth)
+    return focal, dice, iou(*overlaps(masks, truth)), masks
 
 
 def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
@@ -160,12 +142,6 @@ def dice_loss(logits: Tensor, targets: Tensor) -> Tensor:
     overlap = (probabilities * foreground).sum(dim=(-2, -1))
     total = probabilities.sum(dim=(-2, -1)) + foreground.sum(dim=(-2, -1))
     return 1 - (2 * overlap + 1) / (total + 1)
-
-
-def iou_loss(predicted: Tensor, actual: Tensor, error: Literal["squared", "absolute"] = "squared") -> Tensor:
-    """Error of a predicted IoU, float32 of the arguments' shape; no gradient goes to `actual`."""
-    difference = predicted.float() - actual.float().detach()
-    return difference**2 if error == "squared" else difference.abs()
 
 
 def overlaps(masks: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

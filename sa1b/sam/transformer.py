@@ -18,7 +18,6 @@ and feed-forward layers from here too.
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sa1b.sam.image_tokens import HALF, OwnImage, SharedImage, kernels_of, softmax
 from sa1b.sam.low_rank import weight_of
 
-Image = TypeVar("Image", SharedImage, OwnImage)
+Image = SharedImage | OwnImage
 # Without cuDNN's, which on an H100 plans 1.2 s a step for each new number of masks, and takes 0.27 ms for
 # forward and backward of 512 masks with 16 tokens; this one takes 0.17 ms, flash attention 0.37.
 TOKEN_BACK_ENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -49,9 +48,14 @@ class TwoWayTransformer(nn.Module):
         self.layers = nn.ModuleList(TwoWayLayer(width, heads, hidden) for _ in range(depth))
         self.final_attn_token_to_image = TokenToImage(width, heads, reduction=2)
         self.norm_final_attn = nn.LayerNorm(width)
-        for module in self.modules():
-            if isinstance(module, ProjectedAttention) and module.reduction > 1:
-                share_projections(module)
+        # Queries and keys begin with the same projection, so that queries attend to similar keys. Tokens and
+        # image tokens contain their positions, so a point attends to its own position from the first step.
+        # Independent projections have to learn this first, which takes most of the training time.
+        for attention in self.modules():
+            if isinstance(attention, TokenToImage | ImageToToken):
+                nn.init.normal_(attention.q_proj.weight, std=width**-0.5)
+                with torch.no_grad():
+                    attention.k_proj.weight.copy_(attention.q_proj.weight)
 
     def forward(
         self, image: SharedImage, image_position: Tensor, tokens: Tensor, outputs: Sequence[int]
@@ -85,13 +89,7 @@ class TwoWayLayer(nn.Module):
         self.cross_attn_image_to_token = ImageToToken(width, heads, reduction=2)
 
     def forward(
-        self,
-        queries: Tensor,
-        image: SharedImage | OwnImage,
-        tokens: Tensor,
-        image_position: Tensor,
-        *,
-        first: bool,
+        self, queries: Tensor, image: Image, tokens: Tensor, image_position: Tensor, *, first: bool
     ) -> tuple[Tensor, OwnImage]:
         """See `TwoWayTransformer.forward`. The self-attention of the first layer has no residual."""
         if first:
@@ -106,12 +104,7 @@ class TwoWayLayer(nn.Module):
         queries = self.norm3(queries + self.mlp(queries))
 
         attention = self.cross_attn_image_to_token
-        rows = attention.projected(queries + tokens, queries)
-        if (fused := attention.fused(image, *rows, self.norm4, image_position)) is not None:
-            return queries, fused
-        changed = attention.spread(image, *rows)
-        changed = layer_norm(changed, self.norm4.weight, self.norm4.bias, self.norm4.eps)
-        return queries, OwnImage(changed, changed + image_position, image_position)
+        return queries, attention(image, queries + tokens, queries, self.norm4, image_position)
 
 
 class ProjectedAttention(nn.Module):
@@ -121,7 +114,6 @@ class ProjectedAttention(nn.Module):
         super().__init__()
         inner = width // reduction
         self.heads = heads
-        self.reduction = reduction
         self.q_proj = nn.Linear(width, inner)
         self.k_proj = nn.Linear(width, inner)
         self.v_proj = nn.Linear(width, inner)
@@ -168,60 +160,32 @@ class TokenToImage(ProjectedAttention):
 class ImageToToken(ProjectedAttention):
     """Attention of N image tokens to T tokens, with the image's projections applied to the tokens."""
 
-    def projected(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [M, T, C] -> keys, biases and values for the image, [M, heads, T, C or 1]."""
+    def forward(
+        self, image: Image, keys: Tensor, values: Tensor, norm: nn.LayerNorm, position: Tensor
+    ) -> OwnImage:
+        """The norm of the image tokens plus the result of their attention to keys and values [M, T, C]."""
         k, v = self.split(self.k_proj(keys)), self.split(self.v_proj(values))
         k = k * k.shape[-1] ** -0.5
+        # Keys, biases and values for the image, (M, heads, T, C or 1).
         rows = k @ self.projection(weight_of(self.q_proj)).to(k.dtype)
         bias = k @ self.projection(self.q_proj.bias)[..., None].to(k.dtype)
         # A head's weights sum to 1, so each head adds its share of the bias.
         added = v @ self.projection(weight_of(self.out_proj).T).to(v.dtype)
-        return rows, bias, added + (self.out_proj.bias / self.heads).to(v.dtype)
-
-    def forward(self, image: SharedImage | OwnImage, keys: Tensor, values: Tensor) -> Tensor:
-        """Keys and values [M, T, C] -> image tokens plus the result of their attention, [M, N, C]."""
-        return self.spread(image, *self.projected(keys, values))
-
-    def spread(self, image: SharedImage | OwnImage, rows: Tensor, bias: Tensor, added: Tensor) -> Tensor:
-        """`forward` of the result of `projected`."""
+        added = added + (self.out_proj.bias / self.heads).to(v.dtype)
+        x, kernels = image.tokens, kernels_of("image_to_tokens", image.tokens)
+        if (
+            kernels is not None
+            and x.dtype in HALF
+            and kernels.fits(x.shape[-2], *rows.shape[1:])
+            and (given := image.for_kernels(kernels)) is not None
+        ):
+            others = position, rows, bias[..., 0], added, norm.weight, norm.bias, norm.eps
+            return OwnImage(kernels.ImageToTokens.apply(*given, *others), None, position)
         logits = self.by_head(image.logits(rows.flatten(1, 2)))
         weights = softmax(logits + bias, dim=2)
-        return image.plus(weights.flatten(1, 2), added.flatten(1, 2))
-
-    def fused(
-        self,
-        image: SharedImage | OwnImage,
-        rows: Tensor,
-        bias: Tensor,
-        added: Tensor,
-        norm: nn.LayerNorm,
-        position: Tensor,
-    ) -> OwnImage | None:
-        """`spread`, and the norm of its result, in one kernel; None where it cannot be used."""
-        x = image.tokens
-        kernels = kernels_of("image_to_tokens", x)
-        if kernels is None or x.dtype not in HALF or not kernels.fits(x.shape[-2], *rows.shape[1:]):
-            return None
-        given: tuple[Tensor | None, ...] = x[:, None], None, None, None
-        if isinstance(image, SharedImage):
-            if not image.fits_kernels():
-                return None
-            low = image.low_rank()
-            of_masks = image.of_masks
-            if of_masks is None:
-                of_masks = kernels.TokensOfMasks.apply(x, *low, image.counts[0])
-            given = of_masks, image.placed, *low
-        others = position, rows, bias[..., 0], added, norm.weight, norm.bias, norm.eps
-        return OwnImage(kernels.ImageToTokens.apply(*given, *others), None, position)
-
-
-def share_projections(attention: ProjectedAttention) -> None:
-    """Initialise queries and keys with the same projection, so that queries attend to similar keys."""
-    # Tokens and image tokens contain their positions, so a point attends to its own position from the first
-    # step. Independent projections have to learn this first, which takes most of the training time.
-    nn.init.normal_(attention.q_proj.weight, std=attention.q_proj.in_features**-0.5)
-    with torch.no_grad():
-        attention.k_proj.weight.copy_(attention.q_proj.weight)
+        changed = image.plus(weights.flatten(1, 2), added.flatten(1, 2))
+        changed = layer_norm(changed, norm.weight, norm.bias, norm.eps)
+        return OwnImage(changed, changed + position, position)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, gelu: bool = False) -> Tensor:

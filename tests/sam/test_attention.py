@@ -110,11 +110,6 @@ def test_heads_reach_the_kernel_with_one_length_that_is_a_multiple_of_8(
     assert set(seen) == {8 * math.ceil((length + 2 * side) / 8)}
 
 
-def test_a_grid_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="4 x 5: must be 4 x 4"):
-        random_attention(4, 1, 8, 0)(torch.zeros(1, 4, 5, 8, dtype=torch.float64))
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.integers(1, 5))
 def test_windows_cut_the_grid_row_by_row_and_join_again(

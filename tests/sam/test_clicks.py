@@ -10,6 +10,9 @@ from sa1b.masks.grid import framed_size
 from sa1b.masks.raster_torch import inside_image
 from sa1b.sam import clicks
 from sa1b.sam.clicks import random_words
+from sa1b.sam.iteration import first_prompts
+from sa1b.sam.recipe import Recipe
+from sa1b.sam.targets import Targets
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -41,16 +44,19 @@ def test_boxes_are_two_corners_and_lose_the_same_half():
 
 def test_point_and_box_come_with_the_chance_that_was_asked_for():
     count = 20_000
+    nothing, image = torch.zeros(count), torch.zeros(count, dtype=torch.int64)
     points, boxes = torch.full((count, 2), 5.0), torch.tensor([[1.0, 2, 8, 9]]).expand(count, 4)
-    prompts, labels = clicks.first_prompts(points, boxes, some_keys(count), 0.5)
+    targets = Targets(nothing, boxes, points, image, nothing, some_keys(count), torch.tensor([[16, 16]]))
+    found = {x: first_prompts(Recipe(box_probability=x, box_noise=0), targets, 16) for x in (0.0, 0.5, 1.0)}
+    prompts, labels = found[0.5]
     boxed = labels[:, 0] == clicks.TOP_LEFT
     assert abs(boxed.double().mean() - 0.5) < 0.015
     near, corners = clicks.point_prompts(points), clicks.box_prompts(boxes)
     for chosen, (expected_points, expected_labels) in ((~boxed, near), (boxed, corners)):
         assert torch.equal(prompts[chosen], expected_points[chosen])
         assert torch.equal(labels[chosen], expected_labels[chosen])
-    assert (clicks.first_prompts(points, boxes, some_keys(count), 0.0)[1][:, 0] == clicks.FOREGROUND).all()
-    assert (clicks.first_prompts(points, boxes, some_keys(count), 1.0)[1][:, 0] == clicks.TOP_LEFT).all()
+    assert (found[0.0][1][:, 0] == clicks.FOREGROUND).all()
+    assert (found[1.0][1][:, 0] == clicks.TOP_LEFT).all()
 
 
 def test_box_noise_has_its_deviation_and_its_limit():
@@ -141,16 +147,11 @@ def test_a_masks_prompts_are_the_same_in_whatever_batch():
     masks, targets = torch.rand(2, count, 12, 12) < 0.3
     keys, sizes = some_keys(count), torch.full((count, 2), 16)
     boxes = torch.tensor([[2.0, 3.0, 9.0, 11.0]]).expand(count, 4) * torch.rand(count, 1)
-    points = 16 * torch.rand(count, 2)
     pairs = [
         (clicked(masks, targets, keys=keys), clicked(masks[order], targets[order], keys=keys[order])),
         (
             (clicks.noised_boxes(boxes, keys, sizes, 0.1, 2.0),),
             (clicks.noised_boxes(boxes[order], keys[order], sizes[order], 0.1, 2.0),),
-        ),
-        (
-            clicks.first_prompts(points, boxes, keys, 0.5),
-            clicks.first_prompts(points[order], boxes[order], keys[order], 0.5),
         ),
         ((clicks.unprompted_iterations(keys, 8, 2),), (clicks.unprompted_iterations(keys[order], 8, 2),)),
     ]

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from sa1b.sam.interactive import Interactive
-from sa1b.sam.iteration import MOST, Graphs, _Recording
+from sa1b.sam.iteration import MOST, Graphs
 from sa1b.sam.model import Sam
 from sa1b.sam.recipe import Recipe
 from sa1b.sam.targets import rounded_up
@@ -38,7 +38,7 @@ class Repeated(Graphs):
                 if old is not None:
                     old.copy_(new)
 
-        return _Recording(SimpleNamespace(replay=replay), own, outputs)
+        return SimpleNamespace(replay=replay), own, outputs
 
 
 def trained(interactive, counts, device="cpu", autocast=None, rate=0.01):

@@ -128,11 +128,6 @@ def test_larger_targets_are_met_by_larger_logits():
     assert sketch.decodes[1].low_res.shape == (12, 1, 16, 16)
 
 
-def test_targets_smaller_than_the_decoders_masks_are_refused():
-    with pytest.raises(ValueError, match="targets of 15 pixels: smaller .* 16 for an image size of 64"):
-        trained(PLAIN, case(size=15))
-
-
 def step(model: Sam, recipe: Recipe, independent: bool | None = None, autocast=None):
     """The loss of a micro-batch and the gradients of all parameters."""
     interactive = Interactive(model, recipe)

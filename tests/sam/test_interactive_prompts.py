@@ -11,6 +11,7 @@ from sa1b.masks.raster_torch import inside_image
 from sa1b.sam import clicks
 from sa1b.sam.clicks import kept_branches
 from sa1b.sam.interactive import Interactive
+from sa1b.sam.iteration import first_prompts
 from sa1b.sam.recipe import Recipe
 from tests.sam.sketch import PLAIN, SIZE, Sketch, case, trained
 
@@ -29,9 +30,7 @@ def test_the_encoder_runs_once_and_the_decoder_eleven_times():
 def test_the_first_prompt_is_a_point_or_a_noised_box_of_the_masks_key():
     images, targets, keys = case(40)
     sketch, _ = trained(PLAIN, (images, targets, keys))
-    sizes = targets.sizes[targets.image]
-    boxes = clicks.noised_boxes(targets.boxes, targets.keys, sizes, 0.1, 20 * SIZE / 1024)
-    points, labels = clicks.first_prompts(targets.points, boxes, targets.keys, 0.5)
+    points, labels = first_prompts(PLAIN, targets, SIZE)
     assert torch.equal(sketch.decodes[0].points, points)
     assert torch.equal(sketch.decodes[0].labels, labels)
     assert set(labels[:, 0].tolist()) == {clicks.FOREGROUND, clicks.TOP_LEFT}

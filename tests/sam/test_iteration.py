@@ -57,8 +57,8 @@ def test_padding_to_equal_numbers_of_masks_keeps_the_masks_and_weighs_nothing():
         _, targets, _ = micro_batch(counts)
         if max(counts) == 0:
             continue
-        padded = with_equal_counts(targets)
         most = max(counts)
+        padded = with_equal_counts(targets, most)
         assert padded.counts == (most, most)
         assert padded.image.tolist() == [0] * most + [1] * most
         own = [0 * most + mask for mask in range(counts[0])] + [most + mask for mask in range(counts[1])]
@@ -71,5 +71,5 @@ def test_losses_with_padding_equal_those_without_it():
     plain, padding = pair(Recipe(clicks=1, unprompted=1))
     for counts in ((4, 3), (3, 0)):
         pixels, targets, keys = micro_batch(counts)
-        padded = pixels, with_equal_counts(targets), keys
+        padded = pixels, with_equal_counts(targets, max(counts)), keys
         compare(step(padding, padded), step(plain, (pixels, targets, keys)), 2e-6)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sa1b.sam import targets as of_targets
-from sa1b.sam.targets import at_size, compared, dice_loss, focal_loss, iou, iou_loss, overlaps
+from sa1b.sam.targets import at_size, compared, dice_loss, focal_loss, iou, overlaps
 from tests.masks.test_raster_triton import python, with_triton
 
 
@@ -44,16 +44,6 @@ def test_dice_loss_is_its_formula():
     overlap = (probability * truth).sum((-2, -1))
     expected = 1 - (2 * overlap + 1) / (probability.sum((-2, -1)) + truth.sum((-2, -1)) + 1)
     np.testing.assert_allclose(dice_loss(logits, targets), expected, rtol=1e-5)
-
-
-def test_iou_loss_is_the_squared_error_and_trains_the_prediction_alone():
-    predicted = torch.tensor([0.5, 1.25], requires_grad=True)
-    actual = torch.tensor([0.75, 1.0], requires_grad=True)
-    found = iou_loss(predicted, actual)
-    assert found.tolist() == [0.0625, 0.0625]
-    found.sum().backward()
-    assert predicted.grad.tolist() == [-0.5, 0.5]
-    assert actual.grad is None
 
 
 def test_overlaps_count_pixels_of_both_and_of_either():
@@ -108,15 +98,6 @@ def test_gradients_are_those_of_finite_differences(loss):
         moved[index] = step
         slope = (loss(logits + moved, targets) - loss(logits - moved, targets)).sum().item() / (2 * step)
         assert slope == pytest.approx(gradient[index].item(), abs=2e-4)
-
-
-def test_the_error_of_a_predicted_iou_is_squared_or_absolute():
-    predicted, actual = torch.tensor([0.5, 0.25], requires_grad=True), torch.tensor([0.75, 0.25])
-    assert iou_loss(predicted, actual).tolist() == [0.0625, 0]
-    found = iou_loss(predicted, actual, "absolute")
-    assert found.tolist() == [0.25, 0]
-    found.sum().backward()
-    assert predicted.grad.tolist() == [-1, 0]
 
 
 @pytest.mark.parametrize("size", [8, 20])

@@ -64,7 +64,7 @@ def test_no_matrix_product_touches_coordinates(
 @torch.no_grad()
 def test_a_point_is_sine_and_cosine_of_its_position_plus_its_kind(encoder: PromptEncoder) -> None:
     matrix = encoder.pe_layer.positional_encoding_gaussian_matrix.double()
-    kinds = [encoder.not_a_point_embed.weight, *(kind.weight for kind in encoder.kinds())]
+    kinds = [encoder.not_a_point_embed.weight, *(kind.weight for kind in encoder.point_embeddings)]
     points = torch.tensor([[[10.0, 700.0]]])
     angle = 2 * math.pi * (2 * (points[0, 0].double() + 0.5) / SIZE - 1) @ matrix
     position = torch.cat([angle.sin(), angle.cos()])

@@ -8,10 +8,21 @@ import torch
 from torch.nn import functional
 
 from sa1b.masks.grid import framed_size
+from sa1b.masks.raster import logit_axis, runs_of_logits
+from sa1b.masks.runs import Runs
 from sa1b.sam.clicks import BACKGROUND, FOREGROUND, NOTHING
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.prediction import at_source
-from sa1b.sam.protocol import PROMPTS, BoxMasks, ImageTruth, SamProtocol, _Masks, _Truth, centre, next_click
+from sa1b.sam.protocol import (
+    PROMPTS,
+    BoxMasks,
+    ImageTruth,
+    SamProtocol,
+    _dense,
+    _overlaps,
+    centre,
+    next_click,
+)
 from tests.sam import published
 
 SMALL = ModelConfig(image_size=64, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32)
@@ -74,7 +85,7 @@ def test_the_next_click_is_in_the_middle_of_the_largest_error() -> None:
     predicted[30:39, 1:10] = True  # 9 x 9 surplus pixels
     assert next_click(predicted, truth) == (5, 34, BACKGROUND)
     predicted[:] = truth
-    assert next_click(predicted, truth).label == NOTHING
+    assert next_click(predicted, truth)[2] == NOTHING
 
 
 class Published:
@@ -216,10 +227,17 @@ def test_masks_as_runs_have_the_pixels_and_overlaps_of_enlarged_logits(source: t
     torch.manual_seed(0)
     logits = torch.nn.functional.interpolate(torch.randn(5, 3, 4, 4), (16, 16), mode="bilinear")
     taken = framed_size(*source, 64)
-    dense = at_source(logits.flatten(0, 1), source, taken, 64).view(5, 3, *source)
-    found, best = _Masks(logits, source, taken, 64), torch.tensor([2, 0, 1, 1, 0])
-    assert torch.equal(found.chosen(best), dense[torch.arange(5), best])
+    dense = at_source(logits.flatten(0, 1), source, taken, 64)
+    rows, columns = (logit_axis(*of_axis, 64, 16) for of_axis in zip(source, taken, strict=True))
+    runs = runs_of_logits(logits.flatten(0, 1).numpy(), np.arange(15), rows, columns)
+    some, best = torch.tensor([2, 0, 7, 7, 14]), torch.tensor([2, 0, 1, 1, 0])
+    assert torch.equal(_dense(runs, some), dense[some])
     truth = torch.randn(5, *source) > 0
-    both, either = found.counts(_Truth(truth.numpy(), torch.device("cpu")))
-    assert torch.equal(both, (dense & truth[:, None]).sum((2, 3)))
-    assert torch.equal(either, (dense | truth[:, None]).sum((2, 3)))
+    for chosen in (best, None):
+        found = _overlaps(runs, Runs.from_pixels(truth.numpy()), chosen)
+        for one, other in zip(found, _overlaps(dense, truth, chosen), strict=True):
+            assert torch.equal(one, other)
+    masks = dense.view(5, 3, *source)[torch.arange(5), best]
+    both, either = _overlaps(dense, truth, best)
+    assert torch.equal(both, (masks & truth).sum((1, 2)))
+    assert torch.equal(either, (masks | truth).sum((1, 2)))

@@ -90,9 +90,9 @@ def test_losses_and_their_gradients_are_theirs(theirs: SimpleNamespace) -> None:
         everything = torch.ones_like(truth)
         scene = Scene(torch.zeros(1), torch.zeros(CASES, dtype=torch.int64), None, truth, everything)
         model: Any = SimpleNamespace(decode=decode)
-        outcome = iterate(model, RECIPE, scene, torch.zeros(CASES, 2, 2), labels, feedback)
+        losses, *_ = iterate(model, RECIPE, scene, torch.zeros(CASES, 2, 2), labels, feedback)
         weights = torch.tensor([RECIPE.focal_weight, RECIPE.dice_weight, RECIPE.iou_weight])
-        (outcome.losses * weights[:, None]).sum().backward()
+        (losses * weights[:, None]).sum().backward()
         other = [logits.clone().requires_grad_(), predicted.clone().requires_grad_()]
         expected = []
         for i in range(CASES):
@@ -105,7 +105,7 @@ def test_losses_and_their_gradients_are_theirs(theirs: SimpleNamespace) -> None:
             found = function([outputs], truth[None, i : i + 1])
             expected.append(torch.stack([found[name] for name in ("loss_mask", "loss_dice", "loss_iou")]))
             found["core_loss"].backward()
-        torch.testing.assert_close(outcome.losses, torch.stack(expected, dim=1), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(losses, torch.stack(expected, dim=1), rtol=1e-5, atol=1e-6)
         for one, another in zip(own, other, strict=True):
             torch.testing.assert_close(one.grad, another.grad, rtol=1e-4, atol=1e-6)
 

@@ -18,7 +18,7 @@ def case(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 
 def scored(*batches) -> Score:
-    score = Score.empty()
+    score = Score()
     for batch in batches:
         score.add(*batch)
     return score
@@ -55,7 +55,7 @@ def test_sums_are_the_same_in_any_order_and_batches():
     parts = [tuple(tensor[piece] for tensor in whole) for piece in order.split(37)]
     together = scored(whole)
     merged = scored(*parts[:3])
-    merged.merge(scored(*parts[3:]))
+    merged.sums += scored(*parts[3:]).sums
     assert torch.equal(scored(*parts).sums, together.sums)
     assert torch.equal(merged.sums, together.sums)
     assert merged.result() == together.result()
@@ -68,7 +68,7 @@ def test_a_perfect_mask_counts_exactly_1_and_an_empty_union_0():
 
 
 def test_a_size_without_masks_has_no_mean():
-    found = Score.empty().result()
+    found = Score().result()
     assert found == {"masks": 0, "masks_small": 0, "masks_medium": 0, "masks_large": 0}
 
 
@@ -81,7 +81,7 @@ def reduce_part(folder: str) -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     score = scored(tuple(tensor[rank::world_size] for tensor in case(100)))
-    score.all_reduce()
+    dist.all_reduce(score.sums)
     np.save(f"{folder}/{rank}.npy", score.sums.numpy())
     dist.destroy_process_group()
 
@@ -93,7 +93,7 @@ def test_ranks_agree_on_the_score_of_one_process(tmp_path):
 
 
 def test_a_score_of_other_prompts_and_without_sizes():
-    score = Score.empty(prompts=("a", "b"), by_size=False)
+    score = Score(prompts=("a", "b"), by_size=False)
     pixels = torch.tensor([[3, 4], [1, 4]])
     score.add(pixels, torch.full((2, 2), 4), torch.tensor([5, 50_000]), torch.ones(2))
     assert score.result() == {"masks": 2, "miou_a": 0.5, "miou_b": 1.0}

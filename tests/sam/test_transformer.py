@@ -91,8 +91,9 @@ def test_both_directions_and_their_gradients_are_those_of_the_definition(
         found = attention(queries, image)[0] + 0 * values
         wanted = written_out(attention, queries, expected.placed, expected.tokens) + 0 * values
     else:
-        found = attention(image, queries, values)
-        wanted = expected.tokens + written_out(attention, expected.placed, queries, values)
+        norm = torch.nn.LayerNorm(WIDTH).double()
+        found = attention(image, queries, values, norm, position[0]).tokens
+        wanted = norm(expected.tokens + written_out(attention, expected.placed, queries, values))
     torch.testing.assert_close(found, wanted)
     towards = torch.randn_like(wanted)
     sources += attention.parameters()
@@ -111,4 +112,5 @@ def test_under_autocast_everything_of_the_size_of_the_image_is_in_the_low_format
     attention = ImageToToken(WIDTH, HEADS, reduction=2)
     tokens = torch.randn(2, TOKENS, WIDTH)
     with torch.autocast("cpu", torch.bfloat16):
-        assert attention(low, tokens, tokens).dtype == torch.bfloat16
+        norm, position = torch.nn.LayerNorm(WIDTH), torch.zeros(PIXELS, WIDTH).bfloat16()
+        assert attention(low, tokens, tokens, norm, position).tokens.dtype == torch.bfloat16
