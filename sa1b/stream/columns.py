@@ -161,11 +161,15 @@ def _of_file(given: str | Path, storage_options: Mapping[str, Any] | None, wante
     if not source.lower().endswith(ENDINGS):
         endings = ", ".join(ENDINGS)
         raise ColumnError(f"{argument}: {source} is no table; its name must end with one of {endings}")
-    source = source if is_url else str(Path(source).absolute())
+    path = source = source if is_url else str(Path(source).absolute())
+    system, state = None, list[Any]()
     try:
-        system, path = fsspec.core.url_to_fs(source, **(storage_options or {}))
-        at = path if is_url else os.path.realpath(path)  # not the time of a link
-        state = sorted((entry, str(value)) for entry, value in system.info(at).items())
+        if is_url:
+            system, path = fsspec.core.url_to_fs(source, **(storage_options or {}))
+            state += sorted((entry, str(value)) for entry, value in system.info(path).items())
+        else:
+            found = Path(path).stat()  # its inode may be another one at each look, as on some network disks
+            state += found.st_size, found.st_mtime_ns
     except FileNotFoundError as error:
         raise ColumnError(f"{argument}: {source} does not exist; give the path of a table") from error
     except Exception as error:
@@ -177,7 +181,7 @@ def _of_file(given: str | Path, storage_options: Mapping[str, Any] | None, wante
         folder.mkdir(parents=True, exist_ok=True)
         with lock(folder, wait=True):
             if not final.exists():  # nor has another process converted it meanwhile
-                _convert(system if is_url else None, path, final, source, wanted)
+                _convert(system, path, final, source, wanted)
     return Column(name, final, source)
 
 
