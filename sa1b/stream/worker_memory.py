@@ -1,8 +1,9 @@
 """Batches in memory of another process: those of a DataLoader's workers and of a loader's processes.
 
 A worker decodes into anonymous files, which it reuses when no tensor of either process refers to them: new
-shared memory takes 3 ms for an image of 1024 x 1024 pixels. The rest of a batch is sent as bytes: a tensor in
-shared memory takes the receiver 0.5 ms. torch pickles in a thread, which drops what fails, and the training
+shared memory takes 3 ms for an image of 1024 x 1024 pixels. Images and dense masks that a function of the
+caller makes are copied into such a file. The rest of a batch is sent as bytes: a tensor in shared memory
+takes the receiver 0.5 ms. torch pickles in a thread, which drops what fails, and the training
 process waits for it forever; here the error replaces the batch. A thread ends the worker when the training
 process has ended: other workers hold the end of its pipe too.
 """
@@ -30,14 +31,17 @@ import torch
 from torch import Tensor
 
 from sa1b.errors import Sa1bError
+from sa1b.limit import ForkLock
 from sa1b.stream.batch import Batch
 from sa1b.stream.ragged import fresh
 
 _SMALL = 4096  # bytes of images that are sent as bytes too
-_BUFFERS = 8  # of a worker; further batches have new memory, and are sent as bytes
+_BUFFERS = 16  # of a worker; further batches have new memory, and are sent as bytes
 _HEAD = 64  # bytes before the pixels: for each batch that was sent from the buffer, 1 when it is released
 _NONE = torch.empty(0, dtype=torch.uint8)
+_ALIGNMENT = 64  # bytes; of a tensor in the memory of a batch
 _workers: dict[int, list["_Buffer"]] = {}  # by process id, because a fork inherits it
+_taking = ForkLock()  # the thread that decodes and the one that sends take memory
 
 
 class TransportError(Sa1bError):
@@ -71,17 +75,19 @@ class _Buffer:
 
 def image_memory(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Memory for the pixels of a batch, uint8, not initialised; in a worker process shared if it can be."""
-    buffers, size = _workers.get(os.getpid()), int(np.prod(shape))
-    if buffers is None or device.type != "cpu" or size <= _SMALL:
+    size = int(np.prod(shape))
+    if os.getpid() not in _workers or device.type != "cpu" or size <= _SMALL:
         return fresh(shape, device)
-    free = next((one for one in buffers if len(one.array) == _HEAD + size and one.is_free()), None)
-    if free is None:
-        # A new list: the thread that sends batches may iterate over the other one.
-        _workers[os.getpid()] = buffers = [one for one in buffers if not one.is_free()]
-        with suppress(OSError, AttributeError):  # as on macOS, or `ulimit -n` is low
-            if len(buffers) < _BUFFERS:
-                buffers.append(free := _Buffer(size))
-    return fresh(shape, device) if free is None else free.take().view(shape)
+    with _taking:
+        buffers = _workers[os.getpid()]
+        free = next((one for one in buffers if len(one.array) == _HEAD + size and one.is_free()), None)
+        if free is None:
+            # A new list: the thread that sends batches may iterate over the other one.
+            _workers[os.getpid()] = buffers = [one for one in buffers if not one.is_free()]
+            with suppress(OSError, AttributeError):  # as on macOS, or `ulimit -n` is low
+                if len(buffers) < _BUFFERS:
+                    buffers.append(free := _Buffer(size))
+        return fresh(shape, device) if free is None else free.take().view(shape)
 
 
 def prepare_worker() -> None:
@@ -110,11 +116,11 @@ def _end_with(training: int) -> None:
 
 def _reduce(batch: Batch) -> tuple[Any, ...]:
     try:
-        for buffer in _workers.get(os.getpid(), ()):
-            memory = torch.from_numpy(buffer.array)
-            if _place(batch.images, memory) is not None and buffer.sent < _HEAD:
-                data, buffer.sent = dumps(batch, memory), buffer.sent + 1
-                return _received, (os.getpid(), buffer.file, len(memory), buffer.sent - 1, data)
+        if (buffer := _holding(batch)) is None:
+            buffer = _holding(batch := _copied(batch))
+        if buffer is not None:
+            data, buffer.sent = dumps(batch, torch.from_numpy(buffer.array)), buffer.sent + 1
+            return _received, (os.getpid(), buffer.file, len(buffer.array), buffer.sent - 1, data)
         return loads, (dumps(batch, _NONE), _NONE.numpy())
     except Exception as error:
         message = (
@@ -122,6 +128,32 @@ def _reduce(batch: Batch) -> tuple[Any, ...]:
             "leave out of `batch.extra` what Python cannot pickle"
         )
         return _fail, (message,)
+
+
+def _large(batch: Batch) -> dict[str, Any]:
+    given = {"images": batch.images, "dense": batch.dense}
+    return {name: one for name, one in given.items() if isinstance(one, Tensor) and one.is_cpu}
+
+
+def _holding(batch: Batch) -> _Buffer | None:
+    """The buffer of this process that has the images and dense masks of a batch."""
+    large = _large(batch).values()
+    for buffer in _workers.get(os.getpid(), ()):
+        memory = torch.from_numpy(buffer.array)
+        if large and buffer.sent < _HEAD and all(_place(one, memory) is not None for one in large):
+            return buffer
+    return None
+
+
+def _copied(batch: Batch) -> Batch:
+    """The batch with its images and dense masks in other memory, which is shared if it can be."""
+    large = _large(batch)
+    sizes = [-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in large.values()]
+    parts = torch.split(image_memory((sum(sizes),), _NONE.device), sizes)
+    for (name, one), part in zip(large.items(), parts, strict=True):
+        stride = torch.empty_like(one, device="meta").stride()
+        large[name] = part[: one.nbytes].view(one.dtype).as_strided(one.shape, stride).copy_(one.detach())
+    return replace(batch, **large)
 
 
 def _fail(message: str) -> NoReturn:
@@ -163,8 +195,8 @@ class _Pickler(pickle.Pickler):
         self._memory = memory
 
     def persistent_id(self, value: object) -> Any:
-        if not isinstance(value, Tensor):
-            return None
+        if type(value) is not Tensor or not value.is_cpu or value.is_sparse:
+            return None  # torch pickles a tensor of another class or place, as such
         if (start := _place(value, self._memory)) is not None:
             return start, value.dtype, tuple(value.shape), value.stride(), None
         dense = value.clone()

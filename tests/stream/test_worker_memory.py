@@ -99,3 +99,27 @@ def test_a_worker_may_keep_batches_and_send_their_images_twice(root: Path) -> No
         del batch
         assert torch.equal(images, expected[number])
         assert torch.equal(before, expected[max(number - 1, 0)])
+
+
+def as_numbers(batch: Batch) -> Batch:
+    return replace(batch, images=batch.images.float(), dense=batch.masks.dense(32))
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether the tensor is in an anonymous file of a worker process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, stop = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < stop:
+            return "memfd:sa1b-images" in line
+    return False
+
+
+def test_images_and_dense_masks_of_a_function_are_shared_too(root: Path) -> None:
+    expected = [as_numbers(batch) for batch in plain(root, SHARED)]
+    kept = list(loaded(root, SHARED, collate_fn=as_numbers))
+    for one, other in zip(kept, expected, strict=True):
+        assert torch.equal(one.images, other.images)
+        assert one.images.stride() == other.images.stride()
+        assert torch.equal(one.dense, other.dense)
+    assert is_shared(kept[0].images)
+    assert is_shared(kept[0].dense)
