@@ -12,6 +12,7 @@ import io
 import mmap
 import os
 import pickle
+import shutil
 import signal
 import threading
 import time
@@ -19,7 +20,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing import parent_process
+from multiprocessing import current_process, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
@@ -99,10 +100,11 @@ def prepare_worker() -> None:
     # Schedulers send it to all processes of a job, for the training process to save a checkpoint.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if (training := parent_process()) is not None:
-        threading.Thread(target=_end_with, args=(training.pid,), name="sa1b-end", daemon=True).start()
+        arguments = (training.pid, _temporary_folder())
+        threading.Thread(target=_end_with, args=arguments, name="sa1b-end", daemon=True).start()
 
 
-def _end_with(training: int) -> None:
+def _end_with(training: int, inherited: str | None) -> None:
     """End this process when the training process has ended, whatever its other threads wait for."""
     with suppress(ProcessLookupError):
         try:
@@ -111,7 +113,16 @@ def _end_with(training: int) -> None:
             while True:
                 os.kill(training, 0)
                 time.sleep(1)
+    # The folder of torch's sockets, for tensors outside of a `Batch`; an inherited one is of another process.
+    if (folder := _temporary_folder()) is not None and folder != inherited:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
+
+
+def _temporary_folder() -> str | None:
+    process: Any = current_process()
+    folder: str | None = process._config.get("tempdir")  # of multiprocessing.util.get_temp_dir
+    return folder
 
 
 def _reduce(batch: Batch) -> tuple[Any, ...]:
