@@ -114,6 +114,7 @@ REASONS = {
     "storage/store.py remove_folder": STORE,
     "storage/store.py remove_if": STORE,
     "storage/store.py replace_if": STORE,
+    "stream/worker_memory.py _end_with": "folder that multiprocessing has made in this process",
     "stream/worker_memory.py mapped": "memory that has no name, which is made larger",
     "stream/columns.py _convert": CACHE,
     "stream/columns.py _remove": TEMPORARY,
