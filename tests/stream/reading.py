@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -82,7 +83,12 @@ def stream_of(root: Path, **options: Any) -> sa1b.Stream:
 def batches(kind: str, stream: sa1b.Stream) -> Any:
     if kind == "loader":
         return sa1b.Loader(stream, threads=3, prefetch=3, quiet=True)
-    return DataLoader(stream, batch_size=None, num_workers=2)
+    return DataLoader(stream, batch_size=None, num_workers=2, collate_fn=with_folder)
+
+
+def with_folder(batch: Any) -> Any:
+    get_temp_dir()  # as torch does, for the sockets of tensors that are sent outside of a batch
+    return batch
 
 
 def say(**line: Any) -> None:

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from itertools import islice
 from pathlib import Path
@@ -13,7 +11,6 @@ from random import Random
 
 import pytest
 
-from tests.processes import Process
 from tests.stream.leftovers import names, session, shared_memory, wait_for_end
 from tests.stream.reading import KINDS, PIECES, STEP, batches, first_lines, start, stream_of
 from tests.stream.recorded import digest, make_root, sequence
@@ -107,29 +104,6 @@ def test_no_worker_is_left_whenever_the_training_process_is_killed(
         wait_for_end(process.pid, 10)
         assert shared_memory(members, segments) == []
         process.communicate(timeout=60)
-
-
-def test_workers_that_send_tensors_of_a_function_leave_no_folder(root: Path, short_path: Path) -> None:
-    """torch sends a dict of tensors through sockets in the temporary folder."""
-    program = f"""
-import time, sa1b
-from torch.utils.data import DataLoader
-
-stream = sa1b.Stream({str(root)!r}, global_batch=2, epochs=None, image_size=64, damage_log={str(root / "log")!r})
-images = iter(DataLoader(stream, batch_size=None, num_workers=1, collate_fn=lambda batch: {{"images": batch.images}}))
-print(len(next(images)["images"]), flush=True)
-time.sleep(600)
-"""
-    options = {"start_new_session": True, "env": {**os.environ, "TMPDIR": str(short_path)}}
-    process = Process(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
-    )
-    assert first_lines(process, 1) == [b"2\n"]
-    assert list(short_path.iterdir())
-    process.kill()
-    process.communicate(timeout=60)
-    wait_for_end(process.pid, 60)
-    assert list(short_path.iterdir()) == []
 
 
 def test_workers_end_by_themselves_when_their_process_is_killed_and_the_rest_is_the_suffix(

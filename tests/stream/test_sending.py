@@ -49,24 +49,6 @@ def test_what_cannot_be_sent_is_an_error_of_the_training_process(root: Path) -> 
         next(iter(loader))
 
 
-def with_other_tensors(batch: Any) -> Any:
-    others = torch.nn.Parameter(torch.ones(3)), torch.eye(3).to_sparse(), batch.images[0, 0].expand(2, -1, -1)
-    return replace(batch, images=None, extra={"others": others, "images": batch.images})
-
-
-def test_a_batch_without_images_and_tensors_of_other_classes_arrive_as_they_are(root: Path) -> None:
-    own = stream_of(root, order="sequential")
-    found = DataLoader(own, batch_size=None, num_workers=1, timeout=300, collate_fn=with_other_tensors)
-    for one, other in zip(found, own, strict=True):
-        assert one.images is None
-        assert torch.equal(one.extra["images"], other.images)
-        parameter, sparse, expanded = one.extra["others"]
-        assert isinstance(parameter, torch.nn.Parameter)
-        assert sparse.is_sparse
-        assert torch.equal(sparse.to_dense(), torch.eye(3))
-        assert torch.equal(expanded[1], other.images[0, 0])
-
-
 def test_a_temporary_folder_too_long_for_a_socket_is_no_matter(root: Path, short_path: Path) -> None:
     process = start("workers", root, "endless", short_path / ("x" * 100), forked=True)
     try:
