@@ -135,7 +135,7 @@ def evaluate_coco(
             call = partial(module, square, targets, none)
             with autocast(config.parallel.precision, device):
                 if detected:
-                    boxes = np.array([one["bbox"] for one in image.detections], np.float64).reshape(-1, 4)
+                    boxes = np.array([[*map(float, one["bbox"])] for one in image.detections]).reshape(-1, 4)
                     boxes[:, 2:] += boxes[:, :2]
                     masks = call(protocol=BoxMasks(boxes, (image.height, image.width)))["masks"]
                     if number < len(images) and len(boxes):
@@ -189,7 +189,7 @@ def load_image(image: EvaluatedImage) -> Loaded:
                 raise BadValue(f"its mask is of an image of {coded['size']} (height, width)")
             # Not pycocotools' decode, which fills a mask whose runs end too early from memory of others.
             masks[i] = rasterize(coco.decode([coded["counts"]], image.height, image.width), dtype=np.bool_)[0]
-            boxes[i] = annotation["bbox"]
+            boxes[i] = [*map(float, annotation["bbox"])]  # numpy would take null for NaN, a number for four
             areas[i] = int(annotation["area"]) if "area" in annotation else masks[i].sum()
         except Exception as error:  # pycocotools raises Exception itself
             what = f"no field {error}" if isinstance(error, KeyError) else str(error)

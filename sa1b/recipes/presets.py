@@ -110,9 +110,7 @@ class OfSam(Config):
         low, rank = self.image_size // 4, self.model.lora_rank
         if rank and not isinstance(self, SamConfig):
             raise UsageError(f"--model.lora-rank {rank}: is for presets of SAM, not {self.preset}; drop it")
-        if isinstance(self, DistillConfig):
-            return
-        if self.data.masks == 0:
+        if self.data.masks == 0 and not isinstance(self, DistillConfig):
             raise UsageError(
                 "--data.masks 0: leaves this model nothing to learn; pass at least 1, or --preset distill"
             )
@@ -275,6 +273,8 @@ class GroundingConfig(OfSam):
 
     def check(self) -> None:
         OfSam.check(self)
+        if self.evaluation.coco is not None:
+            raise UsageError("--evaluation.coco: has no phrases for a grounding model; use --evaluation.view")
         if self.data.text is None:
             raise UsageError(
                 "--data.text: missing; pass a table with a phrase for each mask, such as the phrases.parquet "

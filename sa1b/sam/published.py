@@ -109,7 +109,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if not isinstance(loaded, dict):
         raise WeightsError(f"{path}: holds a {type(loaded).__name__}, not a dictionary of tensors; {_PASS}")
     for name, tensor in loaded.items():
-        if not isinstance(tensor, Tensor):
+        if not (isinstance(name, str) and isinstance(tensor, Tensor)):
             raise WeightsError(
                 f"{path}: not a plain dictionary of tensors, {name!r} is a {type(tensor).__name__}; "
                 "if one entry contains the weights, save that entry alone with torch.save"

@@ -219,6 +219,8 @@ def test_a_file_that_is_not_there_is_refused_with_its_flag(
         ),
         ({"segmentation": {"size": list(SIZES[0]), "counts": [5, 10]}}, "annotation 1 of image 11: .*runs"),
         ({"segmentation": [3]}, "annotation 1 of image 11: "),
+        ({"bbox": None}, "annotation 1 of image 11: 'NoneType' object is not iterable"),
+        ({"bbox": [1, 2, None, 4]}, "annotation 1 of image 11: .* not 'NoneType'"),
     ],
 )
 def test_an_annotation_that_cannot_be_read_is_named_with_its_file(

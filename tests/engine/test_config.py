@@ -106,6 +106,14 @@ def test_help_shows_every_field_with_its_text(
     [
         ([], "--data.root: missing"),
         ([*ROOT, "--data.target-size", "8"], "--data.target-size 8: must be at least the 256 pixels"),
+        (
+            [*ROOT, "--preset", "distill", "--distill.teacher", "vit_b", "--data.target-size", "8"],
+            "--data.target-size 8: must be at least the 256 pixels",
+        ),
+        (
+            [*ROOT, *GROUNDING, "--evaluate-only", "--evaluation.coco", "a", "--evaluation.images", "b"],
+            "--evaluation.coco: has no phrases for a grounding model",
+        ),
         ([*ROOT, "--evaluation.every", "5"], "--evaluation.every 5: needs --evaluation.view"),
         ([*ROOT, "--evaluate-only"], "--evaluate-only: no images are named; pass --evaluation.view"),
         ([*ROOT, "--json"], "--json: is for --evaluate-only"),

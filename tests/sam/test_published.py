@@ -145,6 +145,7 @@ def test_a_file_that_would_run_code_does_not(
         ({}, "holds 0 tensors, such as none"),
         ({"model": {"weight": torch.ones(3)}}, "holds 1 tensors, such as weight"),
         ({"weights": {"weight": torch.ones(3)}}, "'weights' is a dict"),
+        ({0: torch.ones(3)}, "not a plain dictionary of tensors, 0 is a Tensor"),
         ([torch.ones(3)], "holds a list"),
         (torch.ones(3), "holds a Tensor"),
     ],
