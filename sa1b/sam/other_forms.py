@@ -247,7 +247,7 @@ def settings(model: ModelConfig) -> dict[str, Any]:
 def write_transformers(folder: Path, weights: Mapping[str, Tensor], model: ModelConfig) -> None:
     """Write config.json, preprocessor_config.json and model.safetensors."""
     theirs = {their_name(name): tensor for name, tensor in weights.items()}
-    theirs["shared_image_embedding.positional_embedding"] = theirs[FREQUENCIES].clone()  # two names
+    theirs["shared_image_embedding.positional_embedding"] = theirs[FREQUENCIES]  # one tensor, two names
     write_weights(folder / "model.safetensors", theirs)
     size, low = model.image_size, model.image_size // 4
     images = {

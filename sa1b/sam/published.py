@@ -126,15 +126,14 @@ def check_weights(where: str, weights: Mapping[str, Tensor]) -> None:
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights atomically, in the format of the path's suffix. UsageError: unknown suffix. OSError: the
-    path.
-    """
+    """Write weights atomically, in the format of the suffix. UsageError: another one. OSError: the path."""
     if path.suffix not in FORMATS:
         raise UsageError(f"{path}: must end with .pth or .safetensors, the formats that can be written")
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    last = {tensor.data_ptr(): name for name, tensor in whole.items()}
     for name, tensor in whole.items():
-        if tensor.untyped_storage().nbytes() > tensor.nbytes:
-            whole[name] = tensor.clone()  # the file must not contain a larger tensor of which it is a part
+        if tensor.untyped_storage().nbytes() > tensor.nbytes or last[tensor.data_ptr()] != name:
+            whole[name] = tensor.clone()  # not the larger tensor of which it is a part, nor one of two names
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with (

@@ -55,6 +55,11 @@ def test_the_same_weights_have_the_same_bytes(tmp_path: Path, model: Sam) -> Non
     assert len(written) == 1
 
 
+def test_a_tensor_with_two_names_is_written_twice(tmp_path: Path) -> None:
+    write_weights(tmp_path / "tied.safetensors", dict.fromkeys("ab", torch.ones(4)))
+    assert (tmp_path / "tied.safetensors").read_bytes().endswith(torch.ones(8).numpy().tobytes())
+
+
 def test_the_published_code_loads_what_is_written(file: Path, model: Sam) -> None:
     reference = published.build(SMALL)
     if file.suffix == ".pth":
