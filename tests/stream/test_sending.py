@@ -55,3 +55,16 @@ def test_a_temporary_folder_too_long_for_a_socket_is_no_matter(root: Path, short
         assert all(b"digest" in line for line in first_lines(process, 5))
     finally:
         process.send_signal(signal.SIGKILL, session=True)
+
+
+def without_images(batch: Any) -> Any:
+    return replace(batch, images=None, extra={"weight": torch.nn.Parameter(torch.ones(2))})
+
+
+def test_a_batch_without_images_and_tensors_of_other_classes_arrive(root: Path) -> None:
+    loader = DataLoader(
+        stream_of(root), batch_size=None, num_workers=1, timeout=300, collate_fn=without_images
+    )
+    found = next(iter(loader))
+    assert found.images is None
+    assert isinstance(found.extra["weight"], torch.nn.Parameter)
