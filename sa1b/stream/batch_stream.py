@@ -128,7 +128,7 @@ class BatchStream(IterableDataset[Batch]):
             # In a worker, for StatefulDataLoader, that of the next iteration.
             position = state["used" if get_worker_info() is None else "position"]
         if position is None:
-            raise UsageError("state_dict(): a DataLoader with workers reads this stream; pass the last batch")
+            raise UsageError("state_dict(): DataLoader workers read this stream; call state_dict(batch)")
         return {"position": position, **self.identity()}
 
     @abstractmethod

@@ -142,7 +142,7 @@ def test_a_second_run_in_the_same_folder_waits_with_a_message_and_is_refused(
         CheckpointError, match=f"in use by another run, process {socket.gethostname()}:{os.getpid()}; pass"
     ):
         Checkpoints(tmp_path, CheckpointConfig())
-    (message,) = caplog.messages
+    (message,) = [one.getMessage() for one in caplog.records if one.name.startswith("sa1b")]
     assert message.startswith("waiting for the end of another run with this --out, process ")
     checkpoints.close()
     Checkpoints(tmp_path, CheckpointConfig()).close()
