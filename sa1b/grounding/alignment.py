@@ -8,7 +8,7 @@ Language Supervision", 2021). A pair with the same text as pair i is neither its
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,8 @@ def gather(rows: Tensor) -> Tensor:
     # So the sum over the ranks, which DDP and FSDP form, is the gradient of L in one process, for any
     # division of the images among the ranks. With several micro-batches, pairs are compared only with those
     # of the same micro-batch of all ranks.
-    apply: Any = _Gather.apply
-    return cast(Tensor, apply(rows)) if _is_group() else rows
+    gathered: Tensor = _Gather.apply(rows) if _is_group() else rows  # type: ignore[no-untyped-call]
+    return gathered
 
 
 def _is_group() -> bool:

@@ -9,7 +9,9 @@ Two protocols for clicks:
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,13 +49,10 @@ class ClickScorer:
     def __init__(self, published: bool, device: torch.device) -> None:
         self.published = published
         self.empty = torch.zeros((), dtype=torch.int64, device=device)
-        self._scores: dict[str, protocol.Score] = {}  # of all images, "", and of each source of a mixture
+        prompts = protocol.PROMPTS if published else protocol.QUICK_PROMPTS
+        empty = partial(protocol.Score, device, prompts, by_size=published)
+        self._scores = defaultdict[str, protocol.Score](empty)  # of all images, "", and of each source
         self._last: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None
-
-    def _score(self, source: str = "") -> protocol.Score:
-        prompts = protocol.PROMPTS if self.published else protocol.QUICK_PROMPTS
-        empty = protocol.Score(self.empty.device, prompts, by_size=self.published)
-        return self._scores.setdefault(source, empty)
 
     def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
         rows = torch.nonzero(batch.valid[batch.masks.image]).flatten()
@@ -68,7 +67,7 @@ class ClickScorer:
             if name:
                 of_source = torch.tensor([source == name for source in batch.source], device=weights.device)
                 counted = weights * of_source[batch.masks.image[rows]]
-            self._score(name).add(outputs["intersections"], outputs["unions"], batch.areas[rows], counted)
+            self._scores[name].add(outputs["intersections"], outputs["unions"], batch.areas[rows], counted)
         self.empty += (weights == 0).sum()
         self._last = rows, weights, outputs
 
@@ -92,11 +91,11 @@ class ClickScorer:
         names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(names, ["", *self._scores])  # a rank may have had no image of a source
         for name in sorted(set(chain(*names))):
-            dist.all_reduce(self._score(name).sums)
+            dist.all_reduce(self._scores[name].sums)
 
     def result(self) -> dict[str, float]:
         """The scores; those of a source of a mixture have its name after a slash."""
-        all_images = self._score().result() | {"empty": int(self.empty)}
+        all_images = self._scores[""].result() | {"empty": int(self.empty)}
         return all_images | {
             f"{figure}/{name}": value
             for name, score in sorted(self._scores.items())

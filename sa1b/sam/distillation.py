@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from sa1b.errors import UsageError
 from sa1b.sam.embedding_cache import EmbeddingCache
-from sa1b.sam.interactive import Interactive
+from sa1b.sam.interactive import EvaluationProtocol, Interactive
 from sa1b.sam.model import Sam
 from sa1b.sam.recipe import Recipe, encoder_flops
 from sa1b.sam.targets import Targets
@@ -65,15 +65,16 @@ class Distillation(Interactive):
         return images * (3 * encoder_flops(self.model.config) + teacher)
 
     def forward(
-        self, images: Tensor, targets: Targets, image_keys: Tensor, **evaluation: Any
-    ) -> dict[str, Tensor]:
+        self, images: Tensor, targets: Targets, image_keys: Tensor, *, evaluate: bool = False,
+        protocol: EvaluationProtocol | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Losses of a micro-batch, or its scores as those of `Interactive`.
 
         In training, sums over images, float32 scalars: "loss", with the gradient; "cosine", the mean cosine
         similarity of the tokens of both embeddings; "count", the number of images.
         """
-        if any(evaluation.values()):  # `evaluate` or `protocol`
-            return super().forward(images, targets, image_keys, **evaluation)
+        if evaluate or protocol is not None:
+            return super().forward(images, targets, image_keys, evaluate=evaluate, protocol=protocol)
         embeddings = self.model.embed(images, self.kept(image_keys, self.model.config), targets.sizes)
         if self.teacher.pixel_mean.device != images.device:
             self.teacher.to(images.device)

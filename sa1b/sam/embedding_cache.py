@@ -35,7 +35,8 @@ class EmbeddingCache:
     """
 
     def __init__(self, folder: Path, limit: int, flag: str = "--distill.cache") -> None:
-        self.folder, self.limit, self._flag = folder, limit, flag
+        self.folder, self._flag = folder, flag
+        self.limit = self._left = limit
         self._words = torch.empty(0, dtype=torch.int64)
 
     def embeddings(
@@ -68,23 +69,21 @@ class EmbeddingCache:
         return torch.stack(found)
 
     def _write(self, path: Path, embedding: Tensor) -> None:
-        if not self.limit:
+        if not self._left or not embedding.isfinite().all():  # the run's check of losses reports the latter
             return
         values = embedding.cpu().contiguous()
-        if not values.isfinite().all():  # not stored; the run's check of losses reports it
-            return
         data = save({"embedding": values, "crc32c": torch.tensor(_crc(values))})
-        if len(data) > self.limit:
-            self.limit = 0
+        if len(data) > self._left:
+            self._left = 0
             return
-        self.limit -= len(data)
+        self._left -= len(data)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(data)
             temporary.replace(path)
         except OSError as error:
-            self.limit = 0
+            self._left = 0
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             sys.stderr.write(

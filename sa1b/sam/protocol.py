@@ -205,7 +205,7 @@ def _score(model: Sam, embedding: Tensor, truth: ImageTruth, part: slice, taken:
     columns["box"] = _overlaps(candidates, masks, predicted.argmax(dim=1))
     columns["box_oracle"] = _overlaps(candidates, masks)
     intersections, unions = (
-        torch.stack(each, dim=1) for each in zip(*(columns[prompt] for prompt in PROMPTS), strict=True)
+        torch.stack(some, dim=1) for some in zip(*(columns[prompt] for prompt in PROMPTS), strict=True)
     )
     return {"intersections": intersections, "unions": unions, **first_click}
 

@@ -10,7 +10,6 @@ others join the iteration at its start. With 100 images and two workers:
 """
 
 import atexit
-import contextlib
 import fcntl
 import json
 import os
@@ -20,7 +19,7 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -268,7 +267,7 @@ class BatchStream(IterableDataset[Batch]):
     @contextmanager
     def used(self) -> Generator[None]:
         """A context in which samples are read: see `sa1b.storage.reader.Reader.used`."""
-        with contextlib.ExitStack() as ending:
+        with ExitStack() as ending:
             for source in self.sources().values():
                 ending.enter_context(source.dataset.reader.used())
             yield

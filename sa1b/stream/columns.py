@@ -113,17 +113,17 @@ def open_columns(
     for name, source in join.items():
         if isinstance(source, Column):
             columns[name] = source
+            continue
+        if dataset is not None:
+            names = names or names_of(dataset)
+        wanted = _Wanted(name, argument.format(name), key, texts, names)
+        if name in KEYS:
+            way = f"must be the name of a column other than {' and '.join(KEYS)}"
+            raise ColumnError(f"{wanted.argument}: {way}")
+        if isinstance(source, pa.Table):
+            columns[name] = _of_table(source, wanted)
         else:
-            if dataset is not None:
-                names = names or names_of(dataset)
-            wanted = _Wanted(name, argument.format(name), key, texts, names)
-            if name in KEYS:
-                way = f"must be the name of a column other than {' and '.join(KEYS)}"
-                raise ColumnError(f"{wanted.argument}: {way}")
-            is_open = isinstance(source, pa.Table)
-            columns[name] = (
-                _of_table(source, wanted) if is_open else _of_file(source, storage_options, wanted)
-            )
+            columns[name] = _of_file(source, storage_options, wanted)
     return columns
 
 
@@ -154,20 +154,20 @@ def _remove(path: str, process: int) -> None:
 
 
 def _of_file(given: str | Path, storage_options: Mapping[str, Any] | None, wanted: _Wanted) -> Column:
-    import fsspec
-
     name, argument, key, texts, names = wanted
-    source, is_url = plain_root(given), "://" in plain_root(given)
+    source = path = plain_root(given)
     if not source.lower().endswith(ENDINGS):
         endings = ", ".join(ENDINGS)
         raise ColumnError(f"{argument}: {source} is no table; its name must end with one of {endings}")
-    path = source = source if is_url else str(Path(source).absolute())
     system, state = None, list[Any]()
     try:
-        if is_url:
+        if "://" in source:
+            import fsspec
+
             system, path = fsspec.core.url_to_fs(source, **(storage_options or {}))
             state += sorted((entry, str(value)) for entry, value in system.info(path).items())
         else:
+            source = path = str(Path(source).absolute())
             found = Path(path).stat()  # its inode may be another one at each look, as on some network disks
             state += found.st_size, found.st_mtime_ns
     except FileNotFoundError as error:

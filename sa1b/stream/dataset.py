@@ -136,8 +136,8 @@ class Stream(BatchStream, SampleSource):
         if isinstance(root, Dataset):
             self.dataset = root
         else:
-            cached: dict[str, Any] = {"cache": cache, "cache_bytes": cache_bytes, "layers": layers}
-            self.dataset = Dataset(root, deadline=deadline, storage_options=storage_options, **cached)
+            self.dataset = Dataset(root, deadline=deadline, storage_options=storage_options, cache=cache,
+                                   cache_bytes=cache_bytes, layers=layers)  # fmt: skip
             if self.dataset.lacks():
                 warnings.warn(f"{self.dataset.root} is {self.dataset.lacks()}", stacklevel=2)
         check_images(self.dataset, "a stream")
@@ -159,7 +159,7 @@ class Stream(BatchStream, SampleSource):
                 self._warn_of_missing("text", self.text.column)
         formula: Order | Sequential = Sequential(len(self.view))
         if order == "shuffle":
-            formula = Order(formula.count, self.view.ids_digest, seed, block_size, endless=epochs is None)
+            formula = Order(len(self.view), self.view.ids_digest, seed, block_size, endless=epochs is None)
         micro_batch = micro_batch or whole_share(global_batch, world_size, formula.block_size)
         self.plan = Plan(formula, global_batch, micro_batch, rank=rank, world_size=world_size)
         self.damage_log = DamageLog(Path(damage_log), rank, start=None)

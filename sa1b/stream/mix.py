@@ -188,7 +188,7 @@ def _shared(stream: Stream) -> dict[str, Any]:
     of_plan = ("global_batch", "micro_batch", "rank", "world_size")
     shared: dict[str, Any] = {name: getattr(stream.plan, name) for name in of_plan}
     shared |= {name: getattr(stream.options, name) for name in ("image_size", "decoder")}
-    shared |= {"order": stream.identity()["order"]}
+    shared["order"] = stream.identity()["order"]
     shared |= {f"join[{name!r}]": column.key for name, column in stream.columns.items()}
     if (text := stream.text) is not None:
         tokenizer = None if text.tokenizer is None else text.tokenizer.name

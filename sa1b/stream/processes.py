@@ -53,8 +53,9 @@ def sent(stream: BatchStream) -> tuple[bytes, str]:
         data = pickle.dumps(stream)
     except Exception as error:
         return b"", str(error)
-    alone = "the stream has a function or class of the program itself; define it in a module"
-    return data, alone if b"__main__" in data else ""
+    if b"__main__" in data:
+        return b"", "the stream has a function or class of the program itself; define it in a module"
+    return data, ""
 
 
 def server() -> Any:
@@ -84,8 +85,8 @@ class Processes:
         try:
             for number in range(count):
                 ours, theirs = context.Pipe()
-                named = {"args": (theirs, slots, threads, os.getpid()), "name": f"sa1b-loader-{number}"}
-                process = context.Process(target=_work, **named, daemon=True)
+                arguments, name = (theirs, slots, threads, os.getpid()), f"sa1b-loader-{number}"
+                process = context.Process(target=_work, args=arguments, name=name, daemon=True)
                 process.start()
                 theirs.close()
                 self.workers.append(_Process(process, ours))

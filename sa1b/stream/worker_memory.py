@@ -3,9 +3,9 @@
 A worker decodes into anonymous files, which it reuses when no tensor of either process refers to them: new
 shared memory takes 3 ms for an image of 1024 x 1024 pixels. Images and dense masks that a function of the
 caller makes are copied into such a file. The rest of a batch is sent as bytes: a tensor in shared memory
-takes the receiver 0.5 ms. torch pickles in a thread, which drops what fails, and the training
-process waits for it forever; here the error replaces the batch. A thread ends the worker when the training
-process has ended: other workers hold the end of its pipe too.
+takes the receiver 0.5 ms. torch pickles in a thread, which drops what fails, and the training process waits
+for it forever; here the error replaces the batch. A thread ends the worker when the training process has
+ended: other workers hold the end of its pipe too.
 """
 
 import io
