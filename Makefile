@@ -36,7 +36,7 @@ bench: .venv/installed-dev
 	$(BIN)/pytest benchmarks
 
 # Checks and measurements on a GPU, in under nine minutes, with the Python that is there: nothing is installed.
-# PARTS: some of them, such as "raster rates"; `python3 -m benchmarks.gpu --help` lists them.
+# PARTS: some of them, such as "raster loader"; `python3 -m benchmarks.gpu --help` lists them.
 gpu:
 	$(PYTHON) -m benchmarks.gpu $(PARTS)
 

@@ -10,19 +10,24 @@ inputs and outputs once; those that an expanded tensor repeats count once. Opera
 products, convolutions and attention, also inside the project's own kernels. Blocks, and what all blocks
 together load and store through the cache, are known for these kernels only.
 
-The shortest time of an operator is the longest of those of its bytes, of its bytes through the cache and of
-its operations, at the rates of --bandwidth, --cache and --flops. The first and the last one are by default
-those measured on an H100; the one of the cache is assumed. CUDA graphs replay the launches of the iterations,
-so the host makes only the other ones.
+The shortest time of an operator is the longest of those of its bytes, of its bytes through the cache, of its
+operations and of a launch. The rates --bandwidth and --flops are by default those measured on an H100; the
+one of --cache and the 2 microseconds of a launch in a CUDA graph are assumed. CUDA graphs replay the launches
+of the iterations, so the host makes only the other ones. The optimizer already has its state.
+
+`compared` sets an account beside a trace of `sa1b train --logging.profile`. Kernels of a CUDA graph belong to
+no operator there; with --model.no-cuda-graphs, all do.
 """
 
 import argparse
 import json
 import math
+import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -50,7 +55,8 @@ _ATTENTION = "_scaled_dot_product"
 _VIEWS = {
     *("view", "_unsafe_view", "_reshape_alias", "t", "transpose", "permute", "expand", "slice", "select"),
     *("unsqueeze", "squeeze", "detach", "alias", "split", "split_with_sizes", "unbind", "as_strided"),
-    *("unfold", "empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "device"),
+    *("unfold", "diagonal", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    *("lift_fresh", "device", "_record_function_enter_new", "_record_function_exit"),
 }
 # Kernel -> one of its arguments, and its matrix products of this tensor with N or 4 C rows or columns.
 _PRODUCTS_OF = {
@@ -66,13 +72,12 @@ _PRODUCTS_OF = {
 }
 BYTES = 2  # of a number in bfloat16
 _FILLED = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}  # read no input
+_WRITTEN = {"copy_", "fill_", "zero_"}  # in place, without reading
 
 
 @dataclass(slots=True)
 class Sum:
-    """Of the calls of an operator: launches, blocks, bytes, bytes through the cache, operations, and seconds
-    at least.
-    """
+    """Of the calls of an operator; `cached`: bytes through the cache; `seconds`: at least."""
 
     launches: int = 0
     blocks: int = 0
@@ -95,6 +100,7 @@ class Account(TorchDispatchMode):
         bandwidth: bytes a second.
         flops: operations a second.
         cache: bytes a second between the cache of the device and its processors.
+        launch: seconds of a launch in a CUDA graph, at least.
         inside: whether the iterations of interactive training are computed now.
         kept: tensors that the iterations keep for their backward pass, by storage.
         sums: (iterations, operator) -> their sum; kernels of the project have their names.
@@ -103,6 +109,7 @@ class Account(TorchDispatchMode):
     bandwidth: float = 3.02e12
     flops: float = 790e12
     cache: float = 5.5e12
+    launch: float = 2e-6
     inside: bool = False
     kept: dict[int, Tensor] = field(default_factory=dict)
     sums: dict[tuple[bool, str], Sum] = field(default_factory=dict)
@@ -123,15 +130,18 @@ class Account(TorchDispatchMode):
                     flop = sdpa_flop_count(*shapes[:3])
             elif (count := flop_registry.get(func._overloadpacket)) is not None:
                 flop = count(*args, **(kwargs or {}), out_val=out)
-            self.add(name, out if name in _FILLED else (args, kwargs, out), flop=flop)
+            both = args[:1] if name.endswith("_") and name not in _WRITTEN else ()
+            self.add(name, out if name in _FILLED else (args, kwargs, out), both, flop=flop)
         return out
 
-    def add(self, name: str, tensors: Any, *, flop: float = 0, blocks: int = 0, cached: float = 0) -> None:
-        """Count a launch that reads or writes these tensors."""
+    def add(
+        self, name: str, tensors: Any, both: Any = (), *, flop: float = 0, blocks: int = 0, cached: float = 0
+    ) -> None:
+        """Count a launch that reads or writes these tensors; `both`: those that it reads and writes."""
         stored = {_key(x): _stored(x) for x in tree_leaves(tensors) if isinstance(x, Tensor)}
-        moved = sum(stored.values())
+        moved = sum(stored.values()) + sum(_stored(x) for x in tree_leaves(both) if isinstance(x, Tensor))
         cached = max(cached, moved)
-        seconds = max(moved / self.bandwidth, cached / self.cache, flop / self.flops)
+        seconds = max(self.launch, moved / self.bandwidth, cached / self.cache, flop / self.flops)
         total = self.sums.setdefault((self.inside, name), Sum())
         total += Sum(1, blocks, moved, cached, flop, seconds)
 
@@ -191,9 +201,8 @@ def through_cache(name: str, given: Mapping[str, Any], grid: Sequence[int]) -> f
             rows = 2 if name == "read_forward" else 3
             numbers = programs * rows * given["ROWS"] * (c + rank) + grid[0] * (2 * c + rank) * n
         case "read_of_own":
-            numbers = (
-                programs * (2 + given["FEW"]) * given["ROWS"] * c + grid[0] * (3 + given["OTHER"]) * n * c
-            )
+            numbers = programs * (2 + given["FEW"]) * given["ROWS"] * c
+            numbers += grid[0] * (3 + given["OTHER"]) * n * c
         case "read_of_shared":
             of_mask = grid[0] * 2 * given["BLOCKS"] * given["BLOCK"] * (c + rank)
             of_mask += (2 * rank + given["OTHER"] * c) * n
@@ -205,17 +214,14 @@ def through_cache(name: str, given: Mapping[str, Any], grid: Sequence[int]) -> f
             numbers = programs * 2 * rows * c + tiles * of_tile
         case "image_to_tokens_rows":
             rows, tiles = given["HEADS"] * given["SIZE"], programs * given["STEPS"]
-            numbers = programs * 2.5 * rows * c + tiles * given["TILE"] * (
-                (2 if given["SHARED"] else 3) * c + rank
-            )
+            images = 2 if given["SHARED"] else 3
+            numbers = programs * 2.5 * rows * c + tiles * given["TILE"] * (images * c + rank)
         case "upscale_forward" | "upscale_backward":
             n, c, width = given["count"], given["C"], given["WIDTH"]
             matrices, of_token = (1, 0) if name == "upscale_forward" else (3, 4 * c)
             of_token += width + 16 * given["K"]
-            numbers = (
-                grid[0] * (n * of_token + n // given["TILE"] * 4 * c * width)
-                + programs * matrices * 2 * c * c
-            )
+            numbers = grid[0] * (n * of_token + n // given["TILE"] * 4 * c * width)
+            numbers += programs * matrices * 2 * c * c
     return BYTES * numbers
 
 
@@ -254,6 +260,10 @@ def of_step(preset: str, images: int, masks: int, account: Account, kernels: Seq
         module._apply(lambda x: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu"))
         step = TrainStep(module, config, RankInfo(0, 1, 0, torch.device("cpu")))
         batch = blank_batch(images, masks, config.image_size, config.image_size // 4)
+        for parameter in module.parameters():  # so that the optimizer has its state, as after the first step
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        step.optimizer.step()
+        step.optimizer.zero_grad()
         with account, saved_tensors_hooks(account.keep, lambda tensor: tensor):
             sums = step.forward_backward(batch)
             step.finish(sums["count"])
@@ -287,21 +297,105 @@ def document(account: Account, step: str, images: int, masks: int) -> dict[str, 
         "ms at least": 1e3 * every.seconds,
         "ms at least, iterations": 1e3 * inner.seconds,
         "images/s at most": images / every.seconds,
-        "MB of a mask and iteration": inner.bytes / 1e6 / masks,
-        "MB of a mask and iteration, kept for the backward pass": kept / 1e6 / masks,
-        "MB of a mask and iteration, neither products nor kernels": account.total(element_wise).bytes
-        / 1e6
-        / masks,
+        (of_mask := "MB of a mask and iteration"): inner.bytes / 1e6 / masks,
+        f"{of_mask}, kept for the backward pass": kept / 1e6 / masks,
+        f"{of_mask}, neither products nor kernels": account.total(element_wise).bytes / 1e6 / masks,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An operator or kernel in an account and in a step of a trace, or a sum of these; see `compared`."""
+
+    name: str
+    predicted_launches: int = 0
+    launches: float = 0
+    predicted_ms: float = 0
+    measured_ms: float = 0
+    busy_ms: float = 0
+
+    @property
+    def difference(self) -> float:
+        return self.measured_ms - self.predicted_ms
+
+    @property
+    def ratio(self) -> float:
+        return self.measured_ms / self.predicted_ms if self.predicted_ms else math.inf
+
+
+def compared(events: Iterable[Mapping[str, Any]], counted: Account) -> list[Row]:
+    """An account beside the events of a trace: first the rows that take longer than predicted by most.
+
+    What the GPU did in the profiled steps counts for the operator that launched it. Kernels of the project,
+    and what no operator launched, have their own names. `busy_ms` leaves out the time in which an earlier
+    kernel or copy still ran, so that its sum is the time in which any runs.
+    """
+    events = [event for event in events if "cat" in event and "dur" in event]
+    steps = [x for x in events if x["cat"] == "user_annotation" and x["name"].startswith("ProfilerStep#")]
+    if not steps:
+        raise ValueError("the trace has no step")
+    until = begin = min(step["ts"] for step in steps)
+    end = max(step["ts"] + step["dur"] for step in steps)
+    predicted: defaultdict[str, Sum] = defaultdict(Sum)
+    for (_, name), one in counted.sums.items():
+        predicted[name] += one
+    own = {name for name, one in predicted.items() if one.blocks}
+    operators = _launched_by(events, predicted.keys() - own)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in predicted}
+    ran = [x for x in events if x["cat"] in ("kernel", "gpu_memcpy", "gpu_memset") and begin <= x["ts"] < end]
+    for event in sorted(ran, key=lambda event: float(event["ts"])):
+        name, took, before = event["name"], event["dur"], until
+        if name not in own:
+            name = operators.get(event.get("args", {}).get("correlation"), name)
+        until = max(until, event["ts"] + took)
+        times.setdefault(name, []).append((took, min(took, until - before)))
+    rows, ms = [], 1e3 * len(steps)
+    for name, of in times.items():
+        took, busy = (sum(column) / ms for column in zip((0, 0), *of, strict=True))
+        one = predicted[name]
+        rows.append(Row(name, one.launches, len(of) / len(steps), 1e3 * one.seconds, took, busy))
+    return sorted(rows, key=lambda row: -row.difference)
+
+
+def _launched_by(events: Iterable[Mapping[str, Any]], known: Collection[str]) -> dict[int, str]:
+    """Correlation of a launch -> the outermost operator of `known` around it, else the innermost operator."""
+    # The "External id" of a kernel is that of the innermost operator, and the account has the outermost one:
+    # clone, but not copy_, which clone calls. Times of a thread nest and tell both.
+    found: dict[int, str] = {}
+    threads: defaultdict[tuple[Any, Any], list[tuple[float, str]]] = defaultdict(list)  # end, name
+    ran = [event for event in events if event["cat"] in ("cpu_op", "cuda_runtime", "cuda_driver")]
+    # Of operators that begin together, the longest is around the others.
+    for event in sorted(ran, key=lambda x: (x["ts"], -x["dur"], x["cat"] != "cpu_op")):
+        around = threads[event["pid"], event["tid"]]
+        while around and around[-1][0] <= event["ts"]:
+            around.pop()
+        if event["cat"] != "cpu_op":
+            if around and "GraphLaunch" not in event["name"]:  # which all kernels of a graph share
+                found[event.get("args", {}).get("correlation", -1)] = around[-1][1]
+        elif not around or around[-1][1] not in known:
+            around.append((event["ts"] + event["dur"], event["name"].removeprefix("aten::")))
+    return found
+
+
+def table_of(rows: Sequence[Row], most: int = 22) -> str:
+    """The sums of the rows of `compared`, and the first ones."""
+    lines = ["of a step".ljust(44) + "  launches    measured        ms  measured      more   ratio"]
+    unknown = [row for row in rows if not row.predicted_launches]
+    groups = [("all", rows), ("not in the account", unknown), *((row.name, [row]) for row in rows[:most])]
+    for title, of in groups:
+        name = re.sub(r"void |at::native::|\(anonymous namespace\)::", "", title)[:44]
+        row = Row(name, *map(sum, zip(*(astuple(row)[1:] for row in of), strict=True)))
+        lines.append(
+            f"{name:44} {row.predicted_launches:9,} {row.launches:11,.1f} {row.predicted_ms:9.2f}"
+            f" {row.measured_ms:9.2f} {row.difference:+9.2f} {row.ratio:7.2f}"
+        )
+    return "\n".join([*lines, f"ms in which any runs: {sum(row.busy_ms for row in rows):.2f}"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; see the module."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.account",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.account", description=__doc__, formatter_class=raw)
     parser.add_argument("--preset", choices=("tiny", "vit_t", "vit_b", "vit_l", "vit_h"), default="vit_b")
     parser.add_argument("--images", type=int, default=8, help="of the micro-batch (%(default)s)")
     parser.add_argument("--masks", type=int, default=64, help="of an image (%(default)s)")

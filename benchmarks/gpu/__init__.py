@@ -1,7 +1,7 @@
 """Checks and measurements on a GPU, in one command without network:
 
     make gpu                                      all parts, under nine minutes
-    make gpu PARTS="raster rates"                some of them
+    make gpu PARTS="raster loader"                some of them
     python -m benchmarks.gpu --device cpu --tiny  every part at tiny size on a CPU: shows that the code runs
 
 Each part runs in a process of its own with a time limit (`driver.py`), so that a crash, a hang or a lack of

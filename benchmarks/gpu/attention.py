@@ -1,31 +1,34 @@
-"""Attention over a complete image with relative positions, in several forms with the same result.
+"""Attention over a complete image with relative positions, in two forms with the same result.
 
 `folded` is the form of the model (`sa1b.sam.image_encoder`): heads are three times as long, for one fused
-kernel, with values of their own length by cuDNN. `padded values` is this form by flash attention. `flex` is
-FlexAttention, which adds the positions to the logits inside of the kernel: heads keep their length, and the
-gradients of the positions are scattered sums. On a CPU it has no backward pass.
+kernel, with values of their own length by cuDNN. `tiles` are kernels of this folder, which add the positions
+to the logits: heads keep their length. They need a GPU.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks.gpu import timing
 from benchmarks.gpu.part import Record, Setting
-from sa1b.engine.precision import autocast
+from sa1b.engine.precision import Precision, autocast
 from sa1b.sam.image_encoder import RelativeAttention
-from sa1b.sam.image_tokens import OwnImage, SharedImage
+from sa1b.sam.image_tokens import IN_USE, OwnImage, SharedImage
+from sa1b.sam.kernel_proof import KERNELS
 from sa1b.sam.transformer import TwoWayLayer
 
-TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-5}  # relative, of the results and of all gradients
+ERROR = 0.1  # of the folded form in bf16, relative to float32: of the result and of each gradient
+HALF = torch.bfloat16, torch.float16
+# Constants of the kernels of `tiles`, and values that may be faster.
+TILES: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = (
+    ("FORWARD", ((128, 8, 3, 128), (128, 8, 2), (64, 4, 3), (128, 4, 3))),
+    ("QUERIES", ((64, 4, 3), (64, 4, 2), (64, 4, 3, 168))),
+    ("KEYS", ((64, 4, 3), (64, 4, 2), (64, 8, 2, 0, 2), (32, 8, 3, 128, 2))),
+)
 # Modules and constants of the kernels of `image_to_tokens`, and values that may be faster.
 PLACES: tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...] = (
     ("image_to_tokens", "FORWARD_PLACES", ((64, 1, 8, 3), (64, 16, 8, 1))),
@@ -36,45 +39,37 @@ PLACES: tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...] = (
     ("tokens_to_image", "OWN_PLACES", ((64, 8, 1),)),
     ("tokens_to_image", "SHARED_PLACES", ((32, 8, 1), (32, 8, 2))),
 )
-Form = Callable[[RelativeAttention, Tensor], Tensor]
 
 
-def padded_values(attention: RelativeAttention, x: Tensor) -> Tensor:
-    """The folded form without cuDNN."""
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        out: Tensor = attention(x)
-        return out
-
-
-def flex(attention: RelativeAttention, x: Tensor, attend: Callable[..., Any] = flex_attention) -> Tensor:
-    """The result of the attention by FlexAttention; `attend` is `flex_attention`, compiled on a GPU."""
-    q, k, v = attention.projected(x)
-    rows, columns = (one.flatten(2, 3).to(q.dtype) for one in attention.positions(q))
-    side = attention.side
-
-    def placed(logit: Tensor, image: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return logit + rows[image, head, query, key // side] + columns[image, head, query, key % side]
-
-    out: Tensor = attend(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3), score_mod=placed)
-    projected: Tensor = attention.proj(out.transpose(1, 2).reshape(x.shape))
+def tiles(attention: RelativeAttention, x: Tensor) -> Tensor:
+    """The result of the attention by the kernels of `benchmarks.gpu.attention_triton`."""
+    kernels = import_module("benchmarks.gpu.attention_triton")  # needs triton
+    qkv = attention.qkv(x).view(*x.shape[:3], 3, attention.heads, -1)
+    rows, columns = attention.positions(qkv[:, :, :, 0].permute(0, 3, 1, 2, 4))
+    out = kernels.TiledAttention.apply(qkv.flatten(1, 2), rows, columns)
+    projected: Tensor = attention.proj(out.view(x.shape))
     return projected
 
 
-def forms(device: str) -> dict[str, Form]:
-    """All forms by name."""
-    attend = torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
-    return {
-        "folded": lambda attention, x: attention(x),
-        "padded values": padded_values,
-        "flex": partial(flex, attend=attend),
-    }
+@contextmanager
+def with_tiles() -> Iterator[None]:
+    """Context in which attention over a complete image is in `tiles`, in half precision on a GPU."""
+    folded, fits = RelativeAttention.forward, import_module("benchmarks.gpu.attention_triton").fits
+
+    def forward(attention: RelativeAttention, x: Tensor) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        chosen = x.is_cuda and dtype in HALF and fits(attention.side, x.shape[-1] // attention.heads)
+        return (tiles if chosen else folded)(attention, x)
+
+    with patch.object(RelativeAttention, "forward", forward):
+        yield
 
 
 def work(setting: Setting, record: Record) -> None:
-    """Results, gradients and times of all forms."""
-    width, heads, side = setting.pick((768, 12, 64), (32, 2, 4))
-    batch = setting.pick(4, 2)
-    dtype = torch.bfloat16 if setting.on_gpu else torch.float32
+    """Errors of results and gradients in bf16, and times, of both forms and of other constants of `tiles`."""
+    # At the small size, heads have the length for which the kernels are made.
+    (width, heads, side), batch = setting.pick((768, 12, 64), (128, 2, 16)), setting.pick(8, 2)
     torch.manual_seed(0)
     attention = RelativeAttention(width, heads, side)
     for table in (attention.rel_pos_h, attention.rel_pos_w):
@@ -83,27 +78,32 @@ def work(setting: Setting, record: Record) -> None:
     x = torch.randn(batch, side, side, width, device=setting.device)
     weight = torch.randn(width, device=setting.device)
     inputs = (x.requires_grad_(), *attention.parameters())
-    expected: list[Tensor] = []
-    for name, form in forms(setting.device).items():
-        forward_only = name == "flex" and not setting.on_gpu
 
-        def forward(_: Tensor, form: Form = form) -> Tensor:
-            with autocast("bf16" if setting.on_gpu else "fp32", torch.device(setting.device)):
-                return form(attention, x).float()
+    def forward(form: Callable[..., Tensor], precision: Precision = "bf16") -> Tensor:
+        with autocast(precision, torch.device(setting.device)):
+            return form(attention, x).float()
 
-        def backward(_: Tensor, forward: Callable[[Tensor], Tensor] = forward) -> list[Tensor]:
-            result = forward(x)
-            return [result.detach(), *torch.autograd.grad((result * weight).sum(), inputs)]
+    def backward(form: Callable[..., Tensor], precision: Precision = "bf16") -> list[Tensor]:
+        result = forward(form, precision)
+        return [result.detach(), *torch.autograd.grad((result * weight).sum(), inputs)]
 
-        with record.attempt(name), torch.set_grad_enabled(not forward_only):
-            found = [forward(x)] if forward_only else backward(x)
-            expected = expected or found
-            worst = max(_difference(*pair) for pair in zip(found, expected, strict=False))
-            record.check(f"{name}: same result and gradients", worst <= TOLERANCE[dtype], worst)
-            calls = {"forward": forward, "forward and backward": backward}
-            for label in list(calls)[: 1 if forward_only else 2]:
-                took = timing.each(calls[label], [x], setting.pick(5, 1))
-                record.figure(f"{name}: {label}", took / batch, "ms an image")
+    folded = RelativeAttention.forward
+    expected, most = backward(folded, "fp32"), [ERROR] * (1 + len(inputs))
+    changes = [(name, one) for name, values in TILES for one in values]
+    for form, change in ((folded, None), *((tiles, one) for one in (None, *changes) if setting.on_gpu)):
+        label = ("folded" if form is folded else "tiles") + (" {} {}".format(*change) if change else "")
+        with record.attempt(label), ExitStack() as stack:
+            if change:
+                kernels = import_module("benchmarks.gpu.attention_triton")
+                stack.enter_context(patch.object(kernels, change[0], kernels.Places(*change[1])))
+            errors = [_difference(*pair) for pair in zip(backward(form), expected, strict=True)]
+            exact = all(error <= limit for error, limit in zip(errors, most, strict=True))
+            record.check(f"{label}: same as in float32", exact, ", ".join(f"{one:.2g}" for one in errors))
+            if form is folded:
+                most = [2 * error + 0.005 for error in errors]
+            for part, call in (("forward", forward), ("forward and backward", backward)):
+                took = timing.each(lambda _, c=call, f=form: c(f), [x], setting.pick(5, 1))
+                record.figure(f"{label}: {part}", took / batch, "ms an image")
 
 
 def image_to_tokens(setting: Setting, record: Record) -> None:
@@ -147,9 +147,8 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
                 continue
             label = f"{kind} image, {form}" + (" {}.{} {}".format(*change) if change else "")
             with record.attempt(label), ExitStack() as stack:
-                if form == "torch":
-                    for module in ("transformer", "image_tokens"):
-                        stack.enter_context(patch(f"sa1b.sam.{module}.kernels_of", return_value=None))
+                IN_USE.update(KERNELS if form == "kernels" else ())
+                stack.callback(IN_USE.clear)
                 if change:
                     kernels = import_module(f"sa1b.sam.{change[0]}_triton")  # needs triton
                     value = kernels.Places(*change[2])
@@ -164,40 +163,6 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
                 for part, call in (("forward", forward), ("forward and backward", backward)):
                     took = timing.each(lambda _, c=call, k=kind, f=form: c(k, f), [own], setting.pick(3, 1))
                     record.figure(f"{label}: {part}", took, "ms")
-
-    for count_of_rows in (16, 32):
-        queries = made(count, count_of_rows, width).mul(0.05).requires_grad_()
-        _reading(setting, record, queries, own, position, (made(count, count_of_rows, width), gradients[1]))
-
-
-def _reading(
-    setting: Setting,
-    record: Record,
-    queries: Tensor,
-    x: Tensor,
-    position: Tensor,
-    gradients: Sequence[Tensor],
-) -> None:
-    """The attention of the last tokens to the image tokens of a mask: by torch, and in one kernel."""
-    expected: list[Tensor] = []
-    for name in ("torch", "kernel")[: 2 if setting.on_gpu else 1]:
-
-        def forward(_: Tensor, name: str = name) -> tuple[Tensor, Tensor]:
-            read, same = OwnImage(x, x + position if name == "torch" else None, position).read(queries)
-            return read, same.tokens
-
-        def backward(_: Tensor, forward: Any = forward) -> list[Tensor]:
-            found = forward(_)
-            return [found[0], *torch.autograd.grad(found, (x, queries), gradients)]
-
-        label = f"reading of {queries.shape[1]} rows, {name}"
-        with record.attempt(label):
-            found = backward(x)
-            expected = expected or found
-            worst = max(_difference(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
-            record.figure(f"{label}: largest relative difference", worst)
-            for part, call in (("forward", forward), ("forward and backward", backward)):
-                record.figure(f"{label}: {part}", timing.each(call, [x], setting.pick(3, 1)), "ms")
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -183,14 +183,16 @@ def rates(setting: Setting, record: Record) -> None:
             record.figure(f"{kind}: loader / decoder alone", ratio, at_least=setting.pick(0.9, None))
             for stage, share in found["shares"].items():
                 record.figure(f"{kind}: busy time, {stage}", share)
-    for threads in setting.pick((2, 4, 8, 12), ()):
-        with record.attempt(f"{threads} threads"):
+    for processes, threads in setting.pick(((1, 8), (4, 2), (8, 1), (16, 1)), ()):
+        label = f"1024, {processes} x {threads} threads"
+        with record.attempt(label):
             stream = stream_of(setting, "1024", global_batch=batch)
-            rates = measure(
-                stream, seconds=seconds / 3, threads=threads, dense=dense, device=setting.device, quiet=True
-            )["images_per_second"]
+            number = {"processes": processes, "threads": threads}
+            found = measure(
+                stream, seconds=seconds / 2, **number, dense=dense, device=setting.device, quiet=True
+            )
             for name in ("decode", "loader"):
-                record.figure(f"1024: {name}, {threads} threads", rates[name], "images/s")
+                record.figure(f"{label}: {name}", found["images_per_second"][name], "images/s")
     with record.attempt("no hidden waits for the device"):
         stream = stream_of(setting, "1024", global_batch=batch)
         batches = iter(sa1b.Loader(stream, device=setting.device, dense=dense, quiet=True))
@@ -207,28 +209,6 @@ def rates(setting: Setting, record: Record) -> None:
         more = _device_allocations(setting) - before
         record.check("no hidden waits for the device", taken > 1)
         record.check("no memory of the device is allocated after warm-up", more == 0, f"{more} allocations")
-    with record.attempt("epochs"):
-        _epochs(setting, record, dense)
-
-
-def _epochs(setting: Setting, record: Record, dense: int) -> None:
-    """Memory of the device after several epochs, each of which is another iteration of the loader."""
-    stream = stream_of(setting, "1024", global_batch=setting.pick(16, 2), epochs=1)
-    loader = sa1b.Loader(stream, device=setting.device, dense=dense, quiet=True)
-    reserved: list[int] = []
-    for _ in range(setting.pick(6, 2)):
-        for batch in loader:
-            del batch
-        if setting.on_gpu:
-            torch.cuda.synchronize()
-        reserved.append(torch.cuda.memory_reserved() if setting.on_gpu else 0)
-    record.figure("reserved memory after the first epoch", reserved[0] / 1e6, "MB")
-    record.figure("reserved memory after the last epoch", reserved[-1] / 1e6, "MB")
-    record.check(
-        "an epoch leaves no memory behind",
-        reserved[-1] <= 1.25 * reserved[1],
-        [one >> 20 for one in reserved],
-    )
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """The machine: versions of what the figures depend on, and the rates that bound them."""
 
 import importlib.metadata
-import os
 import platform
 import shutil
 import subprocess
+from functools import partial
 
 import torch
 
@@ -53,22 +53,16 @@ def _rates(setting: Setting, record: Record) -> None:
     source, target = (torch.randint(0, 255, (size,), dtype=torch.uint8, device=device) for _ in range(2))
     copy = timing.each(target.copy_, [source], replays)
     record.figure("device memory, copy, read and written", 2 * size / copy / 1e6, "GB/s")
-    record.figure(
-        "device memory, zero_(), written",
-        size / timing.each(torch.Tensor.zero_, [target], replays) / 1e6,
-        "GB/s",
-    )
+    cleared = timing.each(torch.Tensor.zero_, [target], replays)
+    record.figure("device memory, zero_(), written", size / cleared / 1e6, "GB/s")
     del source, target
     size = setting.pick(1 << 28, 1 << 16)
     pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=setting.on_gpu)
     there = torch.empty(size, dtype=torch.uint8, device=device)
     copies = {"to the device": (there, pinned), "to the host": (pinned, there)}
     for name, (into, out_of) in copies.items():
-        took = timing.between(lambda into=into, out_of=out_of: into.copy_(out_of, non_blocking=True), device)
-        took = min(
-            took,
-            timing.between(lambda into=into, out_of=out_of: into.copy_(out_of, non_blocking=True), device),
-        )
+        copy = partial(into.copy_, out_of, non_blocking=True)
+        took = min(timing.between(copy, device) for _ in range(2))
         record.figure(f"pinned memory {name}", size / took / 1e6, "GB/s")
     size = setting.pick(8192, 64)
     for dtype in (torch.bfloat16, torch.float32):
@@ -89,7 +83,5 @@ def _driver() -> str | None:
     if program is None:
         return None
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=30, check=False, env=dict(os.environ)
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     return done.stdout.strip() or None

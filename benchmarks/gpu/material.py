@@ -11,11 +11,17 @@ from benchmarks.gpu.part import Record, Setting
 from sa1b.workers import available_cpus
 
 KINDS = ("original", "1024")
+PHRASES = "phrases.parquet"
 
 
 def roots(setting: Setting) -> dict[str, Path]:
     """The dataset directories by the size of their JPEGs, "original" and "1024"."""
     return {kind: setting.folder / kind for kind in KINDS}
+
+
+def phrases(setting: Setting) -> Path:
+    """The table of phrases of the images."""
+    return setting.folder / "source" / PHRASES
 
 
 def work(setting: Setting, record: Record) -> None:
@@ -24,10 +30,11 @@ def work(setting: Setting, record: Record) -> None:
     images, side = setting.pick((6, []), (4, ["--long-side", "160"]))
     source, found = setting.folder / "source", roots(setting)
     sizes = ("--tars", workers, "--images-per-tar", images, *side)
-    timed(setting, record, "synthesize", "synthesize", source, *sizes, "--plain", "--workers", workers)
+    sizes += ("--plain", "--phrases", "--workers", workers)
+    timed(setting, record, "synthesize", "synthesize", source, *sizes)
     smaller = ["--image-size", setting.pick(1024, 64)]
     for kind, flags in (("original", []), ("1024", smaller)):
-        command = ("reshard", source, "--out", found[kind], "--workers", workers, *flags)
+        command = ("reshard", source, "--out", found[kind], "--ignore", PHRASES, "--workers", workers, *flags)
         timed(setting, record, f"reshard {kind}", *command)
         record.check(f"{kind}: all images", len(sa1b.open(found[kind])) == workers * images, found[kind])
     record.figure("images of a dataset", workers * images)

@@ -1,62 +1,85 @@
-"""Time of the host and of the device in a training step of ViT-B, by micro-batch and attention back end.
+"""A training step of ViT-B with all kernels, with some and with none, beside the account of its operators.
 
-The batch stays on the device, so the loader takes no part; "with loader threads" repeats the measurement
-while the loader prepares further batches. Host: from the start of the step until its last launch. Whole:
-until the device has computed it.
+The batch stays on the device, so the loader takes no part. A step is timed with CUDA graphs, and profiled
+without replays, because only then the trace says which operator has launched a kernel; `benchmarks.account`
+predicts the shortest time of each.
 """
 
 import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.account import Account, Sum, compared, of_step, table_of
 from benchmarks.gpu.part import Record, Setting
-from benchmarks.gpu.training import common
+from benchmarks.gpu.training import common, costliest_kernels, profiled
 from sa1b.engine import config as settings
 from sa1b.engine.ranks.process_group import start, stop
 from sa1b.engine.step.gradients import clear
 from sa1b.engine.watch.watchdog import Phases
 from sa1b.recipes import presets
-from sa1b.sam.kernel_proof import prove_for_run
+from sa1b.sam import kernel_proof
+from sa1b.sam.iteration import Graphs
+from sa1b.sam.kernel_proof import KERNELS, prove_for_run
 from sa1b.stream.batch import Batch
 from sa1b.train import Run, begin, close
 
-Change = Callable[[], AbstractContextManager[Any]]
-WITHOUT_GRAPHS = ("--model.no-cuda-graphs",)
-WITHOUT_KERNELS = ("--model.kernels", "none")
-WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# Kernels that are left out, and the least images a second that are expected of the rest.
+CASES: dict[str, tuple[tuple[str, ...], float | None]] = {
+    "right kernels": ((), 40.0),
+    "without image_to_tokens": (("image_to_tokens",), 17.0),
+    "without kernels": (KERNELS, None),
+}
+IMAGES, MASKS = 8, 64
+_BANDWIDTH, _FLOPS = 4.27e12, 705e12  # of an H200: bytes a second, operations a second in bfloat16
 
 
 def work(setting: Setting, record: Record) -> None:
-    """Micro-batches of 8, 4, 2 and 1 images; 8 and 1 without CUDA graphs, 8 with other kernels."""
-    cases: list[tuple[str, int, Change, tuple[str, ...]]] = [
-        ("8 images", 8, nullcontext, ()),
-        ("8 images, without CUDA graphs", 8, nullcontext, WITHOUT_GRAPHS),
-        ("1 image", 1, nullcontext, ()),
-        ("1 image, without CUDA graphs", 1, nullcontext, WITHOUT_GRAPHS),
-        ("8 images, kernels of torch", 8, nullcontext, WITHOUT_KERNELS),
-        ("4 images", 4, nullcontext, ()),
-        ("2 images", 2, nullcontext, ()),
-        ("8 images, without cuDNN attention", 8, partial(sdpa_kernel, WITHOUT_CUDNN), ()),
-    ]
-    for label, images, changed, flags in setting.pick(cases, [("2 images", 2, nullcontext, WITHOUT_KERNELS)]):
-        with record.attempt(label), ExitStack() as stack:
-            stack.enter_context(changed())
-            run, batch = stack.enter_context(_run(setting, images, flags))
-            _measure(setting, record, label, run, batch, images)
+    """Rate, memory and costliest kernels of each case, and what misses its prediction most."""
+    cases = setting.pick(CASES, {"without kernels": CASES["without kernels"]})
+    with ProcessPoolExecutor(len(cases), get_context("spawn")) as pool:
+        accounts = {
+            label: pool.submit(predicted, setting, left_out) for label, (left_out, _) in cases.items()
+        }
+        for label, (left_out, goal) in cases.items():
+            with record.attempt(label), _right_but(left_out), _run(setting) as (run, batch):
+                _timed(setting, record, label, goal, run, batch)
+                events = _trace(setting, run, batch)
+                record.text(f"{label}: costliest kernels", costliest_kernels(events))
+                account = Account(_BANDWIDTH, _FLOPS, sums=accounts[label].result())
+                record.figure(f"{label}: shortest step by the account", 1e3 * account.total().seconds, "ms")
+                record.text(f"{label}: longer than predicted", table_of(compared(events, account)))
+
+
+def predicted(setting: Setting, left_out: Sequence[str]) -> dict[tuple[bool, str], Sum]:
+    """The sums of the account of a step at the rates of an H200."""
+    account = Account(_BANDWIDTH, _FLOPS)
+    if setting.on_gpu:  # takes half a minute
+        of_step("vit_b", IMAGES, MASKS, account, [name for name in KERNELS if name not in left_out])
+    return account.sums
 
 
 @contextmanager
-def _run(setting: Setting, images: int, more: tuple[str, ...]) -> Iterator[tuple[Run, Batch]]:
+def _right_but(left_out: Sequence[str]) -> Iterator[None]:
+    """Context in which these kernels count as wrong."""
+    right = kernel_proof.right
+    with patch.object(kernel_proof, "right", lambda found: right(found) - {*left_out}):
+        yield
+
+
+@contextmanager
+def _run(setting: Setting) -> Iterator[tuple[Run, Batch]]:
+    """A run that has begun, and its first batch."""
     sizes = setting.pick(("--preset", "vit_b", "--parallel.precision", "bf16"), ())
-    flags = (*common(setting, setting.folder / "steps"), *sizes, "--data.global-batch", images)
-    flags += ("--data.masks", setting.pick(64, 4), "--optim.steps", 1000, *more)
+    flags = (*common(setting, setting.folder / "steps"), *sizes)
+    flags += ("--data.global-batch", setting.pick(IMAGES, 2), "--data.masks", setting.pick(MASKS, 4))
     config = settings.parse([*map(str, flags)], None, presets.PRESETS, "train")
     rank_info = start(config.parallel)
     prove_for_run(config, rank_info.device, rank_info.local_rank)
@@ -73,24 +96,25 @@ def _run(setting: Setting, images: int, more: tuple[str, ...]) -> Iterator[tuple
             torch.cuda.empty_cache()
 
 
-def _measure(setting: Setting, record: Record, label: str, run: Run, batch: Batch, images: int) -> None:
-    first = _step(setting, run, batch)
-    record.figure(f"{label}: first step", first[1], "s")
+def _timed(setting: Setting, record: Record, label: str, goal: float | None, run: Run, batch: Batch) -> None:
+    record.figure(f"{label}: first step", _step(setting, run, batch)[1], "s")
     record.figure(f"{label}: second step, which records the graph", _step(setting, run, batch)[1], "s")
-    figures: dict[str, Any] = {}
-    for kind in ("alone", "with loader threads"):
-        found = []
-        for _ in range(setting.pick(4, 1)):
-            if kind != "alone":
-                next(run.feed.step())  # its place is filled while the step runs
-            found.append(_step(setting, run, batch))
-        host, whole = (median(times) for times in zip(*found, strict=True))
-        figures |= {f"{kind}: host": host, f"{kind}: whole": whole}
-    for name, seconds in figures.items():
-        record.figure(f"{label}, {name}", 1e3 * seconds, "ms")
-    record.figure(f"{label}: rate", images / figures["alone: whole"], "images/s")
+    if setting.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    steps = [_step(setting, run, batch) for _ in range(setting.pick(5, 1))]
+    host, whole = (median(times) for times in zip(*steps, strict=True))
+    record.figure(f"{label}: host", 1e3 * host, "ms")
+    record.figure(f"{label}: step", 1e3 * whole, "ms")
+    record.figure(f"{label}: rate", len(batch) / whole, "images/s", at_least=goal)
     if setting.on_gpu:
         record.figure(f"{label}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
+
+
+def _trace(setting: Setting, run: Run, batch: Batch) -> list[dict[str, Any]]:
+    """The events of a step with the tensors of a recording, but without one."""
+    with patch.object(Graphs, "__call__", lambda _, function, inputs, *__: function(*inputs)):
+        _step(setting, run, batch)
+        return profiled(lambda: _step(setting, run, batch))
 
 
 def _step(setting: Setting, run: Run, batch: Batch) -> tuple[float, float]:

@@ -148,7 +148,6 @@ class MaskDecoder(nn.Module):
     #
     # For an image with 64 masks and 11 iterations: 5.6 TFLOP and 418 or 222 GB (10.5 TFLOP, 741 or 633 GB).
     # With the kernels for a GPU, `python -m benchmarks.account` counts 81 MB in place of the 316.
-    # `benchmarks/test_decoder.py` measures the time.
 
     def __init__(self, channels: int) -> None:
         super().__init__()

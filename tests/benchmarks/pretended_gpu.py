@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import simplejpeg
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -145,11 +144,6 @@ def decoder(memory: type[HostLane] = HostLane) -> GpuDecoder:
     return GpuDecoder(partial(Lane, memory=memory))
 
 
-def decode_jpeg(files: list[bytes], *, mode: str, device: str) -> list[torch.Tensor]:
-    """With the interface of torchcodec.decoders.decode_jpeg, for bytes."""
-    return [torch.from_numpy(simplejpeg.decode_jpeg(file, mode)).permute(2, 0, 1) for file in files]
-
-
 @contextmanager
 def pretended(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Context in which the CPU is a GPU for the parts of `make gpu`, except for kernels and training commands."""
@@ -171,7 +165,7 @@ def pretended(patch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(torch.cuda, name, stand_in)
     patch.setattr("sa1b.stream.device.SideStream", SideStream)
     patch.setitem(DECODERS, "torchcodec", decoder)
-    patch.setitem(sys.modules, "torchcodec.decoders", SimpleNamespace(decode_jpeg=decode_jpeg))
+    patch.setitem(sys.modules, "torchcodec.decoders", SimpleNamespace(decode_jpeg=None))
     patch.setattr(timing, "device_of", lambda buffers: "cuda")
     patch.setattr(raster, "kernels", lambda setting: raster_torch)
     with OnCpu():

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 import sa1b
-from benchmarks.gpu import child, decoders, driver, parts, raster, table, training
+from benchmarks.gpu import child, commands, decoders, driver, parts, table, training
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.driver import Outcome
 from benchmarks.gpu.part import Part, Record, Setting
@@ -194,7 +195,7 @@ def test_each_part_is_named_once_needs_earlier_ones_and_has_a_limit() -> None:
 
 # Every part at tiny size, in this process: so that no defect of the code waits for a GPU.
 
-SLOW = {"modes", "compiled", "recipe", "checkpoint"}  # like "precision", with more steps and processes
+SLOW = {"modes", "recipe", "checkpoint", "presets"}  # like "precision", with more steps and processes
 
 
 @pytest.fixture(scope="module")
@@ -224,19 +225,19 @@ def _unchanged_environment() -> Iterator[None]:
 
 
 def test_the_training_commands_of_full_size_are_valid(tmp_path: Path) -> None:
-    commands: list[list[str]] = []
+    started: list[list[str]] = []
 
     def start(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
-        commands.append(command)
+        started.append(command)
         return subprocess.CompletedProcess(command, 1, "", "not run")
 
     full = Setting("cuda", False, tmp_path, start)
-    for part_of_training in (training.recipe, training.compiled, training.modes, training.precision,
-                             training.checkpoint, training.failure):  # fmt: skip
+    for part_of_training in (training.recipe, training.modes, training.precision, training.checkpoint,
+                             training.failure, commands.presets):  # fmt: skip
         with suppress(training.CommandFailed):
             part_of_training(full, Record(tmp_path / "records"))
-    assert len(commands) == 1 + 1 + 4 + 4 + 3 + 2
-    for command in commands:
+    assert len(started) == 1 + 4 + 4 + 3 + 2 + 2 * (4 + bool(find_spec("timm")))
+    for command in started:
         first = command.index("--data.root")
         config = settings.parse(command[first:], None, PRESETS, "train")
         assert config.parallel.device == "cuda"
@@ -282,7 +283,7 @@ def test_a_part_runs_at_tiny_size_on_a_cpu(setting: Setting, name: str) -> None:
     assert all(found["value"] is not None for found in outcome.figures.values())
 
 
-PRETENDED = ("machine", "raster", "sweep", "equal", "race", "rates", "encoder",
+PRETENDED = ("machine", "raster", "equal", "race", "loader", "encoder",
              "decoders", "decoder-race", "decoder-rates")  # fmt: skip
 
 
@@ -290,13 +291,10 @@ PRETENDED = ("machine", "raster", "sweep", "equal", "race", "rates", "encoder",
 def test_the_code_for_a_gpu_runs_where_the_cpu_pretends_to_be_one(
     setting: Setting, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = []
-    monkeypatch.setattr(raster, "_compile_all", compiled.extend)
     with pretended(monkeypatch):
         outcome = run(replace(setting, device="cuda"), name)
     assert [check for check in outcome.checks if not check["passed"]] == []
     assert outcome.state == "ok", outcome.why
-    assert bool(compiled) == (name == "sweep")
 
 
 def test_training_runs_where_the_cpu_pretends_to_be_a_gpu(setting: Setting) -> None:

@@ -43,19 +43,6 @@ def test_own_shards_become_material_of_both_sizes(root: Path, tmp_path: Path) ->
     assert material.statistics(made)["images"] == 4
 
 
-def test_of_an_odd_number_of_images_one_is_left_out(root: Path, tmp_path: Path) -> None:
-    made = material.make(tmp_path, 3, root)
-    assert [pair.jpeg for pair in pairs(made.root)] == [sa1b.open(root)[i].jpeg for i in (0, 2)]
-
-
-def test_own_shards_of_smaller_jpegs_are_taken_as_they_are(folder: Path, tmp_path: Path) -> None:
-    small = material.root_of(folder / "sa_000000.tar", tmp_path / "small", Options(image_size=48, quality=90))
-    (tmp_path / "made").mkdir()
-    made = material.make(tmp_path / "made", 2, small)
-    assert list(made.roots) == ["1024"]
-    assert sa1b.open(made.root)[0].jpeg == sa1b.open(small)[0].jpeg
-
-
 def test_the_noted_masks_are_those_the_stream_takes(root: Path, tmp_path: Path) -> None:
     stream = sa1b.Stream(root, global_batch=IMAGES, masks=LIMIT, damage_log=tmp_path / "damage.jsonl")
     batch = next(iter(stream))

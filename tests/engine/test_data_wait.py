@@ -1,15 +1,10 @@
-"""Which stage of a loader limits the run, and the advice for each."""
+"""Which stage of a loader limits the run."""
 
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from sa1b.engine.watch.metrics import Window
-from sa1b.stream.stats import BUSY, STAGES, LoaderSettings, remedy
-from tests.engine.stream_root import IMAGE_SIZE, feed_of, make_root
+from sa1b.stream.stats import BUSY, STAGES, LoaderSettings
 
 SETTINGS = LoaderSettings(
     threads=2, cpus=8, is_local=True, cached=False, stored=None, image_size=1024, on_gpu=False
@@ -71,32 +66,3 @@ def test_a_limit_is_reported_when_it_begins_and_when_another_stage_limits() -> N
 def test_a_window_in_which_nothing_was_loaded_names_no_stage() -> None:
     line, message = Recorded({}).step([0.9], {})
     assert (line["limiting"], message) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("stage", "changes", "text"),
-    [
-        ("read", {}, "raise --data.prefetch, or pass --data.block-size 16 to a new run"),
-        ("read", {"is_local": False}, "cache the data on a local disk with --data.cache"),
-        ("read", {"is_local": False, "cached": True}, "raise --data.cache-bytes if the cache does not hold"),
-        ("pick", {"threads": 8}, "lower --data.masks"),
-        ("decode", {"stored": 1500, "threads": 8}, "reshard to 1024 px: "),
-        ("decode", {"stored": 1024, "threads": 8}, "give each rank more than 8 processors"),
-        ("collate", {"threads": 8}, "lower --data.masks"),
-        ("device", {"on_gpu": True}, "lower --data.target-size"),
-    ],
-)
-def test_the_remedy_fits_the_stage_and_the_settings(
-    stage: str, changes: dict[str, object], text: str
-) -> None:
-    assert remedy(stage, replace(SETTINGS, **changes)).startswith(text)
-
-
-def test_settings_are_those_of_the_feed(tmp_path: Path) -> None:
-    feed = feed_of(make_root(tmp_path), tmp_path / "run", threads=3)
-    settings = LoaderSettings.of(feed.loader)
-    assert (settings.threads, settings.is_local, settings.cached, settings.stored) == (3, True, False, None)
-    assert (settings.image_size, settings.on_gpu) == (IMAGE_SIZE, False)
-    assert settings.cpus >= 1
-    assert list(feed.stream.stats.busy_seconds()) == list(STAGES)
-    feed.close()

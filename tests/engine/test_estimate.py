@@ -18,7 +18,7 @@ from sa1b.recipes.presets import PRESETS
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig, Sam
-from sa1b.sam.recipe import decoder_flops, encoder_flops, step_flops
+from sa1b.sam.recipe import decoder_flops, encoder_flops
 
 SMALL = ModelConfig(image_size=128, width=64, depth=3, heads=2, global_blocks=(1,), window=3, channels=64)
 
@@ -59,14 +59,6 @@ def test_operations_of_the_decoder_are_what_torch_counts_but_for_those_of_tokens
     assert expected == pytest.approx(found / 4, rel=0.05)
 
 
-def test_a_step_is_three_forwards_of_images_and_of_iterations_of_masks() -> None:
-    recipe = PRESETS["vit_h"].recipe
-    model = MODELS["vit_b"]
-    single = sum(decoder_flops(model, tokens, 1) for tokens in (*range(8, 17), 16))
-    expected = 3 * (2 * encoder_flops(model) + 5 * (decoder_flops(model, 7, 3) + single))
-    assert step_flops(model, recipe, 2, 5) == pytest.approx(expected)
-
-
 def test_the_published_vit_h_has_the_published_order_of_operations() -> None:
     # Published figures for the ViT-H encoder of Segment Anything are about 2.7 T multiply-adds.
     assert encoder_flops(MODELS["vit_h"]) / 2 == pytest.approx(2.7e12, rel=0.15)
@@ -76,13 +68,8 @@ def test_the_published_vit_h_has_the_published_order_of_operations() -> None:
     ("device", "precision", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
-        ("NVIDIA H100 80GB HBM3", "fp16", 989e12),
-        ("NVIDIA H100 80GB HBM3", "tf32", 494e12),
         ("NVIDIA H100 80GB HBM3", "fp32", 67e12),
-        ("NVIDIA H100 PCIe", "bf16", 756e12),
         ("NVIDIA H200", "bf16", 989e12),
-        ("NVIDIA A100 80GB PCIe", "bf16", 312e12),
-        ("NVIDIA L40", "bf16", None),
         ("NVIDIA H100 NVL", "bf16", None),
     ],
 )
