@@ -23,6 +23,8 @@ from sa1b.sam.transformer import TwoWayLayer
 
 ERROR = 0.1  # of the folded form in bf16, relative to float32: of the result and of each gradient
 HALF = torch.bfloat16, torch.float16
+KERNELS_OF_TILES = "benchmarks.gpu.attention_triton"
+Form = Callable[[RelativeAttention, Tensor], Tensor]
 # Constants of the kernels of `tiles`, and values that may be faster.
 TILES: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = (
     ("FORWARD", ((128, 8, 3, 128), (128, 8, 2), (64, 4, 3), (128, 4, 3))),
@@ -41,26 +43,29 @@ PLACES: tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...] = (
 )
 
 
-def tiles(attention: RelativeAttention, x: Tensor) -> Tensor:
-    """The result of the attention by the kernels of `benchmarks.gpu.attention_triton`."""
-    kernels = import_module("benchmarks.gpu.attention_triton")  # needs triton
-    qkv = attention.qkv(x).view(*x.shape[:3], 3, attention.heads, -1)
-    rows, columns = attention.positions(qkv[:, :, :, 0].permute(0, 3, 1, 2, 4))
-    out = kernels.TiledAttention.apply(qkv.flatten(1, 2), rows, columns)
-    projected: Tensor = attention.proj(out.view(x.shape))
-    return projected
+def tiles() -> Form:
+    """The attention by kernels, which need triton."""
+    apply = import_module(KERNELS_OF_TILES).TiledAttention.apply
+
+    def forward(attention: RelativeAttention, x: Tensor) -> Tensor:
+        qkv = attention.qkv(x).view(*x.shape[:3], 3, attention.heads, -1)
+        rows, columns = attention.positions(qkv[:, :, :, 0].permute(0, 3, 1, 2, 4))
+        out: Tensor = attention.proj(apply(qkv.flatten(1, 2), rows, columns).view(x.shape))
+        return out
+
+    return forward
 
 
 @contextmanager
 def with_tiles() -> Iterator[None]:
     """Context in which attention over a complete image is in `tiles`, in half precision on a GPU."""
-    folded, fits = RelativeAttention.forward, import_module("benchmarks.gpu.attention_triton").fits
+    folded, tiled, fits = RelativeAttention.forward, tiles(), import_module(KERNELS_OF_TILES).fits
 
     def forward(attention: RelativeAttention, x: Tensor) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         chosen = x.is_cuda and dtype in HALF and fits(attention.side, x.shape[-1] // attention.heads)
-        return (tiles if chosen else folded)(attention, x)
+        return (tiled if chosen else folded)(attention, x)
 
     with patch.object(RelativeAttention, "forward", forward):
         yield
@@ -79,22 +84,23 @@ def work(setting: Setting, record: Record) -> None:
     weight = torch.randn(width, device=setting.device)
     inputs = (x.requires_grad_(), *attention.parameters())
 
-    def forward(form: Callable[..., Tensor], precision: Precision = "bf16") -> Tensor:
+    def forward(form: Form, precision: Precision = "bf16") -> Tensor:
         with autocast(precision, torch.device(setting.device)):
             return form(attention, x).float()
 
-    def backward(form: Callable[..., Tensor], precision: Precision = "bf16") -> list[Tensor]:
+    def backward(form: Form, precision: Precision = "bf16") -> list[Tensor]:
         result = forward(form, precision)
         return [result.detach(), *torch.autograd.grad((result * weight).sum(), inputs)]
 
     folded = RelativeAttention.forward
     expected, most = backward(folded, "fp32"), [ERROR] * (1 + len(inputs))
     changes = [(name, one) for name, values in TILES for one in values]
-    for form, change in ((folded, None), *((tiles, one) for one in (None, *changes) if setting.on_gpu)):
+    tiled = tiles() if setting.on_gpu else folded
+    for form, change in ((folded, None), *((tiled, one) for one in (None, *changes) if setting.on_gpu)):
         label = ("folded" if form is folded else "tiles") + (" {} {}".format(*change) if change else "")
         with record.attempt(label), ExitStack() as stack:
             if change:
-                kernels = import_module("benchmarks.gpu.attention_triton")
+                kernels = import_module(KERNELS_OF_TILES)
                 stack.enter_context(patch.object(kernels, change[0], kernels.Places(*change[1])))
             errors = [_difference(*pair) for pair in zip(backward(form), expected, strict=True)]
             exact = all(error <= limit for error, limit in zip(errors, most, strict=True))

@@ -52,22 +52,18 @@ def fits(side: int, length: int) -> bool:
 
 @triton.jit
 def attention_forward(
-    qkv: tl.tensor, rows: tl.tensor, columns: tl.tensor, out: tl.tensor, logs: tl.tensor, of_rows: tl.tuple,
-    of_columns: tl.tuple, PRECISION: tl.constexpr, SCALE: tl.constexpr, SIDE: tl.constexpr, D: tl.constexpr,
-    TILE: tl.constexpr,
+    qkv: tl.tensor, rows: tl.tensor, columns: tl.tensor, out: tl.tensor, logs: tl.tensor,
+    PRECISION: tl.constexpr, SCALE: tl.constexpr, SIDE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the results of TILE queries, and the logarithms to base 2 of the sums of their weights.
-
-    `of_rows`, `of_columns`: strides of the positions by image, head, r, c, and s or t.
-    """
+    """Write the results of TILE queries, and the logarithms to base 2 of the sums of their weights."""
     head, heads, image = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     query, key, number = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, SIDE), tl.arange(0, D)
     token = 3 * heads * D
     qkv += image * (SIDE * SIDE) * token + head * D
-    rows += image * of_rows[0] + head * of_rows[1]
-    columns += image * of_columns[0] + head * of_columns[1]
-    in_rows = query // SIDE * of_rows[2] + query % SIDE * of_rows[3]
-    in_columns = (query // SIDE * of_columns[2] + query % SIDE * of_columns[3])[:, None] + key * of_columns[4]
+    first = (image * heads + head) * (SIDE * SIDE)
+    rows, columns, step = rows + first, columns + first, tl.num_programs(2) * heads * (SIDE * SIDE)
+    in_rows = query // SIDE * step + query % SIDE * SIDE
+    in_columns = (query % SIDE * step + query // SIDE * SIDE)[:, None] + key
     q = tl.load(qkv + query[:, None] * token + number)
     column = tl.load(columns + in_columns).to(tl.float32) * LOG2E
     highest = tl.full((TILE,), float("-inf"), tl.float32)
@@ -76,7 +72,7 @@ def attention_forward(
     for s in tl.range(SIDE):
         place = (s * SIDE + key)[:, None] * token + number
         k, v = tl.load(qkv + heads * D + place), tl.load(qkv + 2 * heads * D + place)
-        row = tl.load(rows + in_rows + s * of_rows[4]).to(tl.float32) * LOG2E
+        row = tl.load(rows + in_rows + s).to(tl.float32) * LOG2E
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E) + column
         higher = tl.maximum(highest, tl.max(logits, 1) + row)
         weights = tl.exp2(logits - (higher - row)[:, None])
@@ -93,8 +89,7 @@ def attention_forward(
 def attention_of_queries(
     qkv: tl.tensor, rows: tl.tensor, columns: tl.tensor, out: tl.tensor, gradient: tl.tensor, logs: tl.tensor,
     means: tl.tensor, offsets: tl.tensor, slopes: tl.tensor, row_slopes: tl.tensor, column_slopes: tl.tensor,
-    of_rows: tl.tuple, of_columns: tl.tuple, PRECISION: tl.constexpr, SCALE: tl.constexpr, SIDE: tl.constexpr,
-    D: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr, SCALE: tl.constexpr, SIDE: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradients of TILE queries and of their positions. For the other kernel: the products of
     results and gradients, and the logarithms less the positions of each row of keys.
@@ -104,11 +99,11 @@ def attention_of_queries(
     token = 3 * heads * D
     first = image * (SIDE * SIDE) * token + head * D
     qkv, slopes = qkv + first, slopes + first
-    rows += image * of_rows[0] + head * of_rows[1]
-    first = image * of_columns[0] + head * of_columns[1]
-    columns, column_slopes = columns + first, column_slopes + first
-    in_rows = query // SIDE * of_rows[2] + query % SIDE * of_rows[3]
-    in_columns = (query // SIDE * of_columns[2] + query % SIDE * of_columns[3])[:, None] + key * of_columns[4]
+    first = (image * heads + head) * (SIDE * SIDE)
+    rows, columns, column_slopes = rows + first, columns + first, column_slopes + first
+    step = tl.num_programs(2) * heads * (SIDE * SIDE)
+    in_rows = query // SIDE * step + query % SIDE * SIDE
+    in_columns = (query % SIDE * step + query // SIDE * SIDE)[:, None] + key
     q = tl.load(qkv + query[:, None] * token + number)
     column = tl.load(columns + in_columns).to(tl.float32) * LOG2E
     in_out = (image * (SIDE * SIDE) * heads + head) * D + query[:, None] * (heads * D) + number
@@ -119,20 +114,19 @@ def attention_of_queries(
     log = tl.load(logs + at)
     offsets += (image * heads + head) * (SIDE * SIDE * SIDE) + query
     # By r, s, image, head and c, so that a tile writes numbers side by side.
-    step = tl.num_programs(2) * heads * SIDE
-    row_slopes += (image * heads + head) * SIDE + query // SIDE * (step * SIDE) + query % SIDE
+    row_slopes += (image * heads + head) * SIDE + query // SIDE * step + query % SIDE
     of_column = tl.zeros((TILE, SIDE), tl.float32)
     of_q = tl.zeros((TILE, D), tl.float32)
     for s in tl.range(SIDE):
         place = (s * SIDE + key)[:, None] * token + number
         k, v = tl.load(qkv + heads * D + place), tl.load(qkv + 2 * heads * D + place)
-        row = tl.load(rows + in_rows + s * of_rows[4]).to(tl.float32) * LOG2E
+        row = tl.load(rows + in_rows + s).to(tl.float32) * LOG2E
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E) + column
         offset = log - row
         tl.store(offsets + s * (SIDE * SIDE), offset)
         weights = tl.exp2(logits - offset[:, None])
         steep = weights * (tl.dot(slope, tl.trans(v), input_precision=PRECISION) - mean[:, None])
-        tl.store(row_slopes + s * step, tl.sum(steep, 1).to(row_slopes.dtype.element_ty))
+        tl.store(row_slopes + s * (step // SIDE), tl.sum(steep, 1).to(row_slopes.dtype.element_ty))
         of_column += steep
         of_q = tl.dot(steep.to(k.dtype), k, of_q, input_precision=PRECISION)
     tl.store(column_slopes + in_columns, of_column.to(column_slopes.dtype.element_ty))
@@ -142,8 +136,8 @@ def attention_of_queries(
 @triton.jit
 def attention_of_keys(
     qkv: tl.tensor, columns: tl.tensor, gradient: tl.tensor, means: tl.tensor, offsets: tl.tensor,
-    slopes: tl.tensor, of_columns: tl.tuple, PRECISION: tl.constexpr, SCALE: tl.constexpr, SIDE: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    slopes: tl.tensor, PRECISION: tl.constexpr, SCALE: tl.constexpr, SIDE: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradients of the keys and values of ROWS rows of the grid."""
     # Logits are transposed, so that weights are in registers for the product with the gradient.
@@ -153,7 +147,8 @@ def attention_of_keys(
     token = 3 * heads * D
     first = image * (SIDE * SIDE) * token + head * D
     qkv += first
-    columns += image * of_columns[0] + head * of_columns[1]
+    columns += (image * heads + head) * (SIDE * SIDE)
+    step = tl.num_programs(2) * heads * (SIDE * SIDE)
     gradient += (image * (SIDE * SIDE) * heads + head) * D
     means += (image * heads + head) * (SIDE * SIDE)
     offsets += (image * heads + head) * (SIDE * SIDE * SIDE)
@@ -166,7 +161,7 @@ def attention_of_keys(
         r, c = query // SIDE, query % SIDE
         q = tl.load(qkv + query[:, None] * token + number)
         slope = tl.load(gradient + query[:, None] * (heads * D) + number)
-        in_columns = t[:, None] * of_columns[4] + r * of_columns[2] + c * of_columns[3]
+        in_columns = t[:, None] + r * SIDE + c * step
         column = tl.load(columns + in_columns).to(tl.float32)
         offset, mean = tl.load(offsets + s[:, None] * (SIDE * SIDE) + query), tl.load(means + query)
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION).reshape(ROWS, SIDE, TILE)
@@ -182,19 +177,21 @@ def attention_of_keys(
 class TiledAttention(torch.autograd.Function):
     """The result [B, N, heads, d] of queries, keys and values [B, N, 3, heads, d] with their positions.
 
-    rows and columns: [B, heads, side, side, side], by r, c, and s or t, dense in any order.
+    rows, columns: [B, heads, side, side, side], by r, c, and s or t. In memory, r and c come first, as in
+    products of the queries of a row or column; others are copied.
     """
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        qkv = qkv.contiguous()
+        qkv, rows = qkv.contiguous(), rows.permute(2, 0, 1, 3, 4).contiguous()
+        columns = columns.permute(3, 0, 1, 2, 4).contiguous()
         images, tokens, _, heads, length = qkv.shape
         side, tile = rows.shape[-1], FORWARD.tile
         out = qkv.new_empty(images, tokens, heads, length)
         logs = qkv.new_empty(images, heads, tokens, dtype=torch.float32)
         attention_forward[(tokens // tile, heads, images)](
-            qkv, rows, columns, out, logs, rows.stride(), columns.stride(), precision_of(qkv), length**-0.5,
-            side, length, tile, **_options(FORWARD),
+            qkv, rows, columns, out, logs, precision_of(qkv), length**-0.5, side, length, tile,
+            **_options(FORWARD),
         )  # fmt: skip
         ctx.save_for_backward(qkv, rows, columns, out, logs)
         return out
@@ -207,19 +204,16 @@ class TiledAttention(torch.autograd.Function):
         side = rows.shape[-1]
         gradient, means, slopes = gradient.contiguous(), torch.empty_like(logs), torch.empty_like(qkv)
         offsets = logs.new_empty(images, heads, side, tokens)
-        of_rows = rows.new_empty(side, side, images, heads, side)
-        of_columns = torch.empty_strided(
-            columns.shape, columns.stride(), dtype=columns.dtype, device=columns.device
-        )
-        sizes = columns.stride(), precision_of(qkv), length**-0.5, side, length
+        of_rows, of_columns = rows.new_empty(side, side, images, heads, side), torch.empty_like(columns)
+        sizes = precision_of(qkv), length**-0.5, side, length
         attention_of_queries[(tokens // QUERIES.tile, heads, images)](
-            qkv, rows, columns, out, gradient, logs, means, offsets, slopes, of_rows, of_columns,
-            rows.stride(), *sizes, QUERIES.tile, **_options(QUERIES),
+            qkv, rows, columns, out, gradient, logs, means, offsets, slopes, of_rows, of_columns, *sizes,
+            QUERIES.tile, **_options(QUERIES),
         )  # fmt: skip
         attention_of_keys[(side // KEYS.rows, heads, images)](
             qkv, columns, gradient, means, offsets, slopes, *sizes, KEYS.rows, KEYS.tile, **_options(KEYS)
         )
-        return slopes, of_rows.permute(2, 3, 0, 4, 1), of_columns
+        return slopes, of_rows.permute(2, 3, 0, 4, 1), of_columns.permute(1, 2, 3, 0, 4)
 
 
 def _options(places: Places) -> dict[str, int | None]:

@@ -31,7 +31,8 @@ def work(setting: Setting, record: Record) -> None:
     source, found = setting.folder / "source", roots(setting)
     sizes = ("--tars", workers, "--images-per-tar", images, *side)
     sizes += ("--plain", "--phrases", "--workers", workers)
-    timed(setting, record, "synthesize", "synthesize", source, *sizes)
+    if not source.exists():  # else of an earlier run in this folder
+        timed(setting, record, "synthesize", "synthesize", source, *sizes)
     smaller = ["--image-size", setting.pick(1024, 64)]
     for kind, flags in (("original", []), ("1024", smaller)):
         command = ("reshard", source, "--out", found[kind], "--ignore", PHRASES, "--workers", workers, *flags)

@@ -124,6 +124,9 @@ def encoder(setting: Setting, record: Record) -> None:
 def compiled(setting: Setting, record: Record) -> None:
     """The same with compiled blocks, which takes minutes on a CPU."""
     _encoder(setting, record, "batch 8, blocks compiled", setting.pick(8, 1), compiled=not setting.tiny)
+    if setting.on_gpu and not setting.tiny:
+        with attention.with_tiles():
+            _encoder(setting, record, "batch 8, in tiles, blocks compiled", 8, compiled=True)
 
 
 def _encoder(setting: Setting, record: Record, label: str, batch: int, *, compiled: bool = False) -> None:

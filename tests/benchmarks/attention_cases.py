@@ -55,7 +55,7 @@ def check_module(side: int, length: int) -> None:
     for table in (attention.rel_pos_h, attention.rel_pos_w):
         torch.nn.init.normal_(table, std=0.3)
     x, gradient = torch.randn(2, 2, side, side, 2 * length)
-    for function in (tiles, RelativeAttention.forward):
+    for function in (tiles(), RelativeAttention.forward):
         out = function(attention, x.requires_grad_())
         results.append([out, *torch.autograd.grad(out, (x, *attention.parameters()), gradient)])
     compare(*results, side, length)
