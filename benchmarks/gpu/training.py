@@ -378,8 +378,3 @@ def failure(setting: Setting, record: Record) -> None:
             # On a CPU other processes may slow this one down.
             within = seconds <= _FAILS_WITHIN or not setting.on_gpu
             record.check(f"{mode}: within {_FAILS_WITHIN:g} s", within, f"{seconds:.1f} s")
-
-
-def _wait(setting: Setting) -> None:
-    if setting.on_gpu:
-        torch.cuda.synchronize()

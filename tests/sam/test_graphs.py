@@ -53,10 +53,10 @@ def trained(interactive, counts, device="cpu", autocast=None, rate=0.01):
     with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
         sums = interactive(images.to(device), replace(targets, **moved), keys.to(device))
     sums["loss"].backward()
-    found = [parameter.grad.clone() for parameter in interactive.parameters()]
+    trained = [parameter for parameter in interactive.parameters() if parameter.requires_grad]
+    found = [parameter.grad.clone() for parameter in trained]
     with torch.no_grad():
-        for parameter in interactive.parameters():
-            parameter.sub_(rate * parameter.grad)
+        torch._foreach_sub_(trained, [rate * parameter.grad for parameter in trained])
     return {name: value.detach().clone() for name, value in sums.items()}, found
 
 

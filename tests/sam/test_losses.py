@@ -136,6 +136,7 @@ def test_candidates_on_a_gpu_are_compared_in_one_pass(monkeypatch):
     targets = torch.rand(2, 8, 8, device="cuda") < 0.3
     expected = compared(logits.cpu(), targets.cpu(), targets.cpu(), 0.25, 2.0)
     monkeypatch.setattr(of_targets, "at_size", refuse)
+    monkeypatch.setattr("sa1b.sam.image_tokens.IN_USE", {"losses"})
     found = compared(logits, targets, targets, 0.25, 2.0)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)

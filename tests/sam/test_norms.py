@@ -41,9 +41,9 @@ def test_compiled_gives_the_numbers_of_torch():
 
 
 @pytest.mark.gpu
-def test_a_norm_keeps_the_number_format_under_autocast():
+def test_a_norm_keeps_the_number_format_under_autocast(monkeypatch):
+    monkeypatch.setattr("sa1b.sam.image_tokens.IN_USE", {"norm"})
     x = torch.randn(8, 4, 64, device="cuda", dtype=torch.bfloat16)
     weight, bias = torch.ones(2, 64, device="cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        found = layer_norm(x, weight, bias, 1e-6, gelu=True)
-    assert found.dtype == torch.bfloat16
+        assert layer_norm(x, weight, bias, 1e-6, gelu=True).dtype == torch.bfloat16
