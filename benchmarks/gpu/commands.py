@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from statistics import fmean
+from typing import Any
 
 from benchmarks.gpu.material import phrases, roots
 from benchmarks.gpu.part import Record, Setting
-from benchmarks.gpu.training import at_once, common, largest_difference, of_run
+from benchmarks.gpu.training import FEW, at_once, common, largest_difference, of_run
 
 _AT_ONCE = 4
 # Largest relative differences of losses in bfloat16 that rounding explains: of the first step, of the last.
@@ -18,7 +19,7 @@ def work(setting: Setting, record: Record) -> None:
     """Train a model; then evaluate it, label images with it, adapt it, distil it and replay a step of it."""
     root, folder = roots(setting)["1024"], setting.folder / "commands"
     run = folder / "run"
-    small = (*common(setting, run), *setting.pick(("--preset", "tiny"), ()), "--optim.steps", 4)
+    small = (*common(setting, run), *FEW, *setting.pick(("--preset", "tiny"), ()), "--optim.steps", 4)
     points = ("--points-per-side", 4, "--points-per-batch", 16, "--part", "0/24", "--device", setting.device)
     cache = ("--embeddings.cache", folder / "cache", "--embeddings.cache-bytes", 10**9)
     bf16, fp16 = (("--parallel.precision", name) for name in ("bf16", "fp16"))
@@ -27,6 +28,7 @@ def work(setting: Setting, record: Record) -> None:
         return name, ("train", *small, "--out", folder / name, *flags)
 
     before: tuple[tuple[str, tuple[object, ...]], ...] = (
+        ("doctor", ("doctor", root, *(f"--only={name}" for name in ("versions", "device", "dataset")))),
         ("view", ("view", root, "--held-out", "50%", "--name", "train")),
         ("train", ("train", *small, "--checkpoint.every", 4)),
     )
@@ -57,25 +59,30 @@ def presets(setting: Setting, record: Record) -> None:
         "distill": ("--distill.teacher", setting.folder / "vit_b auto"),
     }
     chosen = [name for name in setting.pick([*flags], ["vit_b"]) if name != "repvit" or find_spec("timm")]
-    precision = ("--data.threads", 2, *setting.pick(("--parallel.precision", "bf16"), ()))
+    common_flags = (*FEW, *setting.pick(("--parallel.precision", "bf16"), ()))
     every = {
-        f"{preset} {kernels}": (*flags[preset], *precision, "--preset", preset, "--model.kernels", kernels)
+        f"{preset} {kernels}": (*flags[preset], *common_flags, "--preset", preset, "--model.kernels", kernels)
         for preset in chosen
         for kernels in ("auto", "none")
     }
     late = {name: every.pop(name) for name in [*every] if name.startswith("distill")}  # after their teacher
-    runs = at_once(setting, every, steps) | at_once(setting, late, steps)
-    for preset in chosen:
-        with record.attempt(preset):
-            one, other = (of_run(runs, f"{preset} {kernels}") for kernels in ("auto", "none"))
-            record.check(f"{preset}: all steps", len(one) == len(other) == steps, (len(one), len(other)))
-            begin = largest_difference(one[:1], other[:1], ("loss",))
-            record.check(f"{preset}: the first loss is that without kernels", begin <= FIRST, begin)
-            means = [fmean(line["loss"] for line in found[-5:]) for found in (one, other)]
-            record.figure(f"{preset}: mean loss of the last steps", means[0])
-            record.figure(f"{preset}: mean loss of the last steps, without kernels", means[1])
-            near = abs(means[0] - means[1]) <= LAST * abs(means[1])
-            record.check(f"{preset}: the last losses are near those without kernels", near, means)
+    for some in filter(None, (every, late)):
+        runs = at_once(setting, some, steps)
+        for preset in dict.fromkeys(name.split()[0] for name in some):
+            with record.attempt(preset):
+                both = (of_run(runs, f"{preset} {kernels}") for kernels in ("auto", "none"))
+                _compare(record, preset, steps, *both)
+
+
+def _compare(record: Record, preset: str, steps: int, one: list[Any], other: list[Any]) -> None:
+    record.check(f"{preset}: all steps", len(one) == len(other) == steps, (len(one), len(other)))
+    begin = largest_difference(one[:1], other[:1], ("loss",))
+    record.check(f"{preset}: the first loss is that without kernels", begin <= FIRST, begin)
+    means = [fmean(line["loss"] for line in found[-5:]) for found in (one, other)]
+    record.figure(f"{preset}: mean loss of the last steps", means[0])
+    record.figure(f"{preset}: mean loss of the last steps, without kernels", means[1])
+    near = abs(means[0] - means[1]) <= LAST * abs(means[1])
+    record.check(f"{preset}: the last losses are near those without kernels", near, means)
 
 
 def _run(setting: Setting, record: Record, name: str, command: Sequence[object]) -> None:

@@ -172,6 +172,22 @@ def rates(setting: Setting, record: Record) -> None:
     """Images a second of storage, decoder and loader; nothing in the loader waits for the device."""
     seconds, dense = setting.pick((12.0, 256), (0.3, 16))
     batch = setting.pick(16, 2)
+    with record.attempt("no hidden waits for the device"):
+        stream = stream_of(setting, "1024", global_batch=batch)
+        batches = iter(sa1b.Loader(stream, device=setting.device, dense=dense, quiet=True))
+        for _ in range(setting.pick(30, 2)):
+            next(batches)
+            _wait(setting)
+        before = _device_allocations(setting)
+        with _no_waits(setting):
+            taken = 0
+            for _ in range(setting.pick(60, 2)):
+                taken += len(next(batches))
+                _wait(setting)  # as a training step, which uses one batch at a time
+        batches.close()
+        more = _device_allocations(setting) - before
+        record.check("no hidden waits for the device", taken > 1)
+        record.check("no memory of the device is allocated after warm-up", more == 0, f"{more} allocations")
     for kind in roots(setting):
         with record.attempt(f"{kind}: rates"):
             stream = stream_of(setting, kind, global_batch=batch)
@@ -189,26 +205,10 @@ def rates(setting: Setting, record: Record) -> None:
             stream = stream_of(setting, "1024", global_batch=batch)
             number = {"processes": processes, "threads": threads}
             found = measure(
-                stream, seconds=seconds / 2, **number, dense=dense, device=setting.device, quiet=True
+                stream, seconds=seconds / 3, **number, dense=dense, device=setting.device, quiet=True
             )
             for name in ("decode", "loader"):
                 record.figure(f"{label}: {name}", found["images_per_second"][name], "images/s")
-    with record.attempt("no hidden waits for the device"):
-        stream = stream_of(setting, "1024", global_batch=batch)
-        batches = iter(sa1b.Loader(stream, device=setting.device, dense=dense, quiet=True))
-        for _ in range(setting.pick(30, 2)):
-            next(batches)
-            _wait(setting)
-        before = _device_allocations(setting)
-        with _no_waits(setting):
-            taken = 0
-            for _ in range(setting.pick(60, 2)):
-                taken += len(next(batches))
-                _wait(setting)  # as a training step, which uses one batch at a time
-        batches.close()
-        more = _device_allocations(setting) - before
-        record.check("no hidden waits for the device", taken > 1)
-        record.check("no memory of the device is allocated after warm-up", more == 0, f"{more} allocations")
 
 
 @contextmanager

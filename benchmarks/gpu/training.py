@@ -38,6 +38,7 @@ TINY = (
     *("--preset", "tiny", "--model.image-size", "64", "--model.width", "32", "--model.heads", "2"),
     *("--model.window", "2", "--model.channels", "32", "--model.pixel-features", "8", "--data.masks", "4"),
 )
+FEW = ("--data.processes", 1, "--data.threads", 2)  # of runs beside others
 # Enough for the weights to change by more than rounding.
 STEPS = 6
 TOLERANCE = 1e-3  # of losses and gradient norms of the modes; of a step's first forward pass 1e-5
@@ -184,10 +185,6 @@ def recipe(setting: Setting, record: Record) -> None:
     for part in ("data", "compute", "sync", "update"):
         record.figure(f"seconds of {part}", median(line[f"seconds_{part}"] for line in warm), "s")
     out = setting.folder / "recipe"
-    with record.attempt("estimated memory"):
-        given = map(str, (*common(setting, out), *sizes))
-        estimate = measure(settings.parse([*given], None, presets.PRESETS, "train"), 1).peak
-        record.figure("peak memory of tensors, estimated", estimate / 1e9, "GB")
     if setting.on_gpu:
         for name in ("gpu_utilisation_mean", "gpu_power_w_mean"):
             record.check(f"{name} is recorded", name in found[-1], "needs the package nvidia-ml-py")
@@ -197,6 +194,10 @@ def recipe(setting: Setting, record: Record) -> None:
         record.text("costliest kernels", costliest_kernels(events))
         for name, value in of_trace(events).items():
             record.figure(name, value, at_most=1 if name == LONG_WAITS and not setting.tiny else None)
+    with record.attempt("estimated memory"):
+        given = map(str, (*common(setting, out), *sizes))
+        estimate = measure(settings.parse([*given], None, presets.PRESETS, "train"), 1).peak
+        record.figure("peak memory of tensors, estimated", estimate / 1e9, "GB")
     shutil.rmtree(out, ignore_errors=True)
 
 
@@ -296,7 +297,9 @@ def at_once(
 
 
 def _small(setting: Setting) -> tuple[object, ...]:
-    return setting.pick(("--preset", "tiny", "--data.global-batch", 8, "--data.threads", 3), ())
+    # Kernels for the sizes of this model would have to be compared first.
+    small = (*FEW, "--preset", "tiny", "--data.global-batch", 8, "--model.kernels", "none")
+    return setting.pick(small, ())
 
 
 def of_run(runs: Mapping[str, list[dict[str, Any]] | str], label: str) -> list[dict[str, Any]]:

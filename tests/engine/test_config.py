@@ -107,10 +107,6 @@ def test_help_shows_every_field_with_its_text(
         ([], "--data.root: missing"),
         ([*ROOT, "--data.target-size", "8"], "--data.target-size 8: must be at least the 256 pixels"),
         (
-            [*ROOT, "--preset", "distill", "--distill.teacher", "vit_b", "--data.target-size", "8"],
-            "--data.target-size 8: must be at least the 256 pixels",
-        ),
-        (
             [*ROOT, *GROUNDING, "--evaluate-only", "--evaluation.coco", "a", "--evaluation.images", "b"],
             "--evaluation.coco: has no phrases for a grounding model",
         ),
@@ -119,7 +115,6 @@ def test_help_shows_every_field_with_its_text(
         ([*ROOT, "--json"], "--json: is for --evaluate-only"),
         ([*ROOT, "--data.text", "a.parquet"], "the model of SamConfig reads no text"),
         ([*ROOT, *GROUNDING], "--data.text: missing; pass a table with a phrase for each mask"),
-        ([*ROOT, "--data.global-batch", "0"], "--data.global-batch 0: must be at least 1"),
         (
             [*ROOT, "--data.masks", "0"],
             "leaves this model nothing to learn; pass at least 1, or --preset distill",
@@ -129,7 +124,6 @@ def test_help_shows_every_field_with_its_text(
         ([*ROOT, "--optim.warmup", "900000"], "--optim.warmup 900000: must be less than --optim.steps"),
         ([*ROOT, "--optim.min-lr-ratio", "0.1"], "--optim.min-lr-ratio: is for --optim.schedule cosine"),
         ([*ROOT, "--recipe.focal-weight", "nan"], "--recipe.focal-weight nan: must be at least 0"),
-        ([*ROOT, "--seed", "-1"], "--seed -1: must be"),
         ([*ROOT, "--seed", str(1 << 63)], f"--seed {1 << 63}: must be from 0 to below {1 << 63}"),
         ([*ROOT, "--deadline", "6"], "--deadline 6: must be a time such as 06:30, a duration such as +08:00"),
         (
