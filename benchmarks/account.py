@@ -323,6 +323,15 @@ class Row:
         return self.measured_ms / self.predicted_ms if self.predicted_ms else math.inf
 
 
+def profiled_steps(events: Iterable[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], float, float]:
+    """The steps of a trace, the begin of the first and the end of the last one."""
+    annotations = (event for event in events if event.get("cat") == "user_annotation")
+    steps = [event for event in annotations if event["name"].startswith("ProfilerStep#")]
+    if not steps:
+        raise ValueError("the trace has no step")
+    return steps, min(step["ts"] for step in steps), max(step["ts"] + step["dur"] for step in steps)
+
+
 def compared(events: Iterable[Mapping[str, Any]], counted: Account) -> list[Row]:
     """An account beside the events of a trace: first the rows that take longer than predicted by most.
 
@@ -331,11 +340,8 @@ def compared(events: Iterable[Mapping[str, Any]], counted: Account) -> list[Row]
     kernel or copy still ran, so that its sum is the time in which any runs.
     """
     events = [event for event in events if "cat" in event and "dur" in event]
-    steps = [x for x in events if x["cat"] == "user_annotation" and x["name"].startswith("ProfilerStep#")]
-    if not steps:
-        raise ValueError("the trace has no step")
-    until = begin = min(step["ts"] for step in steps)
-    end = max(step["ts"] + step["dur"] for step in steps)
+    steps, begin, end = profiled_steps(events)
+    until = begin
     predicted: defaultdict[str, Sum] = defaultdict(Sum)
     for (_, name), one in counted.sums.items():
         predicted[name] += one

@@ -1,11 +1,12 @@
 """Which assemblers compile the kernels of attention correctly for this GPU, with tiles of 64 and of 32.
 
 ptxas 12.8, which comes with Triton 3.6 and 3.7, miscompiles tiles of 32 for an H100 and an H200, so the
-kernels have tiles of 64 there. Each case is a process, with compiled kernels of its own:
+kernels have tiles of 64 there. Each case is a process, as in `sa1b.sam.kernel_proof`:
 
-    TRITON_PTXAS_PATH=PTXAS TRITON_CACHE_DIR=FOLDER python -m benchmarks.gpu.assemblers TILE CASE
+    python -m benchmarks.gpu.assemblers PTXAS FOLDER CASE
 
-CASE is what `sa1b.sam.kernel_comparison` takes. It compares results and gradients with operators of torch.
+FOLDER has the kernels that this assembler compiled. CASE is what `sa1b.sam.kernel_comparison` takes, with the
+tile. It compares results and gradients with operators of torch.
 """
 
 import json
@@ -19,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.part import Record, Setting
-from sa1b.sam.kernel_proof import Kind, sizes_of
+from sa1b.sam.kernel_proof import Kind, Result, compare, sizes_of
 from sa1b.sam.model import PRESETS
 
-KERNELS = ("image_to_tokens", "tokens_to_image")
-TILES = (64, 32)
+# Kernel and tile; the second kernel chooses its tiles by its number of rows.
+CASES = (("image_to_tokens", 64), ("tokens_to_image", 64), ("image_to_tokens", 32))
 _LIMIT = 100  # seconds of a case, which is compiled beside other parts
 
 
@@ -43,32 +44,22 @@ def assemblers() -> dict[str, Path]:
 
 def work(setting: Setting, record: Record) -> None:
     """Compare the kernels of attention, in bfloat16, as each assembler compiles them."""
-    tools = assemblers() if find_spec("triton") else {}
+    tools = assemblers() if setting.on_gpu and find_spec("triton") else {}
     record.check("Triton has an assembler", "Triton's" in tools or not setting.on_gpu, sorted(tools))
-    cases = [(kernel, tile, name) for tile in TILES for name in tools for kernel in KERNELS]
-    # The other kernel chooses its tiles by its number of rows.
-    cases = [case for case in cases if setting.on_gpu and case[:2] != ("tokens_to_image", 32)]
-    with ThreadPoolExecutor(len(cases) or 1) as pool:
-        found = pool.map(lambda case: _compared(setting, tools[case[2]], *case[:2]), cases)
-        for (kernel, tile, name), result in zip(cases, found, strict=True):
-            case = f"{kernel}, tiles of {tile}, {name} ptxas {_version(tools[name])}"
-            if tile == TILES[0]:
-                record.check(case, result["right"], result["why"])
-            record.text(case, "right" if result["right"] else f"wrong: {result['why']}")
+    given = {"kind": Kind("bf16", sizes_of(PRESETS["vit_b"])), "limit": _LIMIT}
+    cases = {case: {**given, "kernels": case[0], "tile": case[1]} for case in CASES}
 
+    def compared(name: str) -> dict[Any, Result]:
+        command = (sys.executable, "-m", "benchmarks.gpu.assemblers", tools[name], setting.folder / name)
+        return compare(cases, [*map(str, command)], f"comparing kernels by {name} ptxas")
 
-def _compared(setting: Setting, tool: Path, kernel: str, tile: int) -> dict[str, Any]:
-    kind = Kind("bf16", sizes_of(PRESETS["vit_b"]))
-    case = json.dumps({"kernels": kernel, "kind": kind, "limit": _LIMIT})
-    name = f"{kernel} {tile} {tool.parent.parent.name} {tool.name}"
-    folders = {"TRITON_PTXAS_PATH": str(tool), "TRITON_CACHE_DIR": str(setting.folder / "triton" / name)}
-    environment = os.environ | folders | {"OMP_NUM_THREADS": "1"}
-    done = setting.run(name, "-m", "benchmarks.gpu.assemblers", tile, case, env=environment)
-    *_, last = done.stdout.strip().splitlines() or ["no output"]
-    if done.returncode or not last.startswith('{"right"'):
-        return {"right": False, "why": f"exit code {done.returncode}: {last[:200]}"}
-    found: dict[str, Any] = json.loads(last)
-    return found
+    with ThreadPoolExecutor(len(tools) or 1) as pool:
+        for name, found in zip(tools, pool.map(compared, tools), strict=True):
+            for (kernel, tile), result in found.items():
+                case = f"{kernel}, tiles of {tile}, {name} ptxas {_version(tools[name])}"
+                if tile == 64:
+                    record.check(case, result["right"], result["why"])
+                record.text(case, "right" if result["right"] else f"wrong: {result['why']}")
 
 
 def _version(tool: Path) -> str:
@@ -78,9 +69,10 @@ def _version(tool: Path) -> str:
 
 
 if __name__ == "__main__":
+    *_, os.environ["TRITON_PTXAS_PATH"], os.environ["TRITON_CACHE_DIR"], text = sys.argv
     from sa1b.sam import image_to_tokens_triton as kernels
     from sa1b.sam import kernel_comparison
 
-    places = kernels.FORWARD_PLACES._replace(tile=int(sys.argv[1]))
+    places = kernels.FORWARD_PLACES._replace(tile=json.loads(text)["tile"])
     kernels.FORWARD_PLACES = kernels.BACKWARD_PLACES = places
-    kernel_comparison.main(sys.argv[2])
+    kernel_comparison.main(text)

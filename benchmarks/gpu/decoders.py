@@ -20,6 +20,7 @@ import simplejpeg
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import timing
 from benchmarks.gpu.loader import stream_of
 from benchmarks.gpu.material import KINDS
 from benchmarks.gpu.part import Record, Setting, Skipped
@@ -128,7 +129,7 @@ def _broken(setting: Setting, record: Record, decoder: GpuDecoder, images: list[
         middle = EncodedImage(bytes(data), images[number % len(images)].frame)
         out = torch.empty((3, size, size, 3), dtype=torch.uint8, device=setting.device)
         errors = decoder.decode([good[0], middle, good[1]], out)
-        _synchronize(setting)
+        timing.synchronize()
         refused += errors[1] is not None
         wrong += errors[0] is not None or errors[2] is not None or not torch.equal(out[::2], expected)
     record.figure(f"{NAME}: broken files that are refused", refused / count)
@@ -182,7 +183,7 @@ def _overwritten(
             torch.full(shape, value, dtype=torch.uint8, device=setting.device) for _ in range(len(expected))
         ]
         out = torch.empty_like(expected)
-        _synchronize(setting)
+        timing.synchronize()
         if setting.on_gpu:
             torch.cuda._sleep(_CYCLES)
         flags.append(torch.stack([(block != value).any() for block in blocks]).any())
@@ -192,7 +193,7 @@ def _overwritten(
         done += 1
         if time.monotonic() > end:
             break
-    _synchronize(setting)
+    timing.synchronize()
     return done, int(torch.stack(flags).sum()), int(torch.stack(pixels).sum())
 
 
@@ -242,10 +243,5 @@ def _rate(setting: Setting, call: Callable[[], object], images: int, seconds: fl
 
     with ThreadPoolExecutor(2) as pool:
         done = sum(one.result() for one in [pool.submit(work), pool.submit(work)])
-    _synchronize(setting)
+    timing.synchronize()
     return done * images / (time.perf_counter() - began)
-
-
-def _synchronize(setting: Setting) -> None:
-    if setting.on_gpu:
-        torch.cuda.synchronize()

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.account import Account, Sum, compared, of_step, table_of
+from benchmarks.gpu import timing
 from benchmarks.gpu.part import Record, Setting
 from benchmarks.gpu.training import common, costliest_kernels, profiled
 from sa1b.engine import config as settings
@@ -56,6 +57,9 @@ def work(setting: Setting, record: Record) -> None:
         for label, (left_out, goal) in cases.items():
             with record.attempt(label), _right_but(left_out):
                 _case(setting, record, label, goal, accounts[label])
+            gc.collect()  # the run of this case, which nothing holds any more
+            if setting.on_gpu:
+                torch.cuda.empty_cache()
 
 
 def _case(
@@ -67,7 +71,7 @@ def _case(
         if setting.on_gpu:
             graphs = run.training.module._graphs
             record.check(f"{label}: iterations are replayed", any(graphs._found.values()), graphs._fails)
-        events = _trace(setting, run, batch)
+        events = _trace(run, batch)
         record.text(f"{label}: costliest kernels", costliest_kernels(events))
         account = Account(*H200, sums=sums.result())
         record.figure(f"{label}: shortest step by the account", 1e3 * account.total().seconds, "ms")
@@ -106,18 +110,14 @@ def _run(setting: Setting) -> Iterator[tuple[Run, Batch]]:
     finally:
         close(run)
         stop()
-        del run
-        gc.collect()
-        if setting.on_gpu:
-            torch.cuda.empty_cache()
 
 
 def _timed(setting: Setting, record: Record, label: str, goal: float | None, run: Run, batch: Batch) -> None:
     if setting.on_gpu:  # what a recording reserves counts too; replays allocate nothing
         torch.cuda.reset_peak_memory_stats()
-    record.figure(f"{label}: first step", _step(setting, run, batch)[1], "s")
-    record.figure(f"{label}: second step, which records the graph", _step(setting, run, batch)[1], "s")
-    steps = [_step(setting, run, batch) for _ in range(setting.pick(5, 1))]
+    record.figure(f"{label}: first step", _step(run, batch)[1], "s")
+    record.figure(f"{label}: second step, which records the graph", _step(run, batch)[1], "s")
+    steps = [_step(run, batch) for _ in range(setting.pick(5, 1))]
     host, whole = (median(times) for times in zip(*steps, strict=True))
     record.figure(f"{label}: host", 1e3 * host, "ms")
     record.figure(f"{label}: step", 1e3 * whole, "ms")
@@ -126,26 +126,21 @@ def _timed(setting: Setting, record: Record, label: str, goal: float | None, run
         record.figure(f"{label}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
 
 
-def _trace(setting: Setting, run: Run, batch: Batch) -> list[dict[str, Any]]:
+def _trace(run: Run, batch: Batch) -> list[dict[str, Any]]:
     """The events of a step with the tensors of a recording, but without one."""
     with patch.object(Graphs, "__call__", lambda _, function, inputs, *__: function(*inputs)):
-        _step(setting, run, batch)
-        return profiled(lambda: _step(setting, run, batch))
+        _step(run, batch)
+        return profiled(lambda: _step(run, batch))
 
 
-def _step(setting: Setting, run: Run, batch: Batch) -> tuple[float, float]:
+def _step(run: Run, batch: Batch) -> tuple[float, float]:
     """Seconds of the host, and until the device has ended."""
-    _wait(setting)
+    timing.synchronize()
     began = time.perf_counter()
     training = run.training
     training.finish(training.forward_backward(batch)["count"])
     training.scaler.step(training.optimizer)
     clear(training.module, training.optimizer)
     host = time.perf_counter() - began
-    _wait(setting)
+    timing.synchronize()
     return host, time.perf_counter() - began
-
-
-def _wait(setting: Setting) -> None:
-    if setting.on_gpu:
-        torch.cuda.synchronize()

@@ -15,6 +15,12 @@ def device_of(buffers: Sequence[Tensor]) -> str:
     return buffers[0].device.type
 
 
+def synchronize() -> None:
+    """Wait for the GPU, if this process uses one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def between(work: Callable[[], object], device: str) -> float:
     """Milliseconds on the device from the begin of work to its end."""
     if device == "cpu":

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
+from benchmarks.account import profiled_steps
 from benchmarks.gpu import attention, timing
 from benchmarks.gpu.material import roots
 from benchmarks.gpu.part import Record, Setting
@@ -152,12 +153,9 @@ def _encoder(setting: Setting, record: Record, label: str, batch: int, *, compil
 
 def profiled(work: Callable[[], object]) -> list[dict[str, Any]]:
     """The events of torch's profiler during some work, as one step of a trace."""
-    both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    activities = both[: 1 + torch.cuda.is_available()]
-    with profile(activities=activities) as profiler, record_function("ProfilerStep#0"):
+    with profile() as profiler, record_function("ProfilerStep#0"):
         work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        timing.synchronize()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
         events: list[dict[str, Any]] = json.loads(Path(file.name).read_bytes())["traceEvents"]
@@ -204,15 +202,7 @@ def recipe(setting: Setting, record: Record) -> None:
 def of_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Per profiled step: waits of the main thread for the device, kernels, share of the time they run."""
     events = list(events)
-    steps = [
-        event
-        for event in events
-        if event.get("cat") == "user_annotation" and event["name"].startswith("ProfilerStep#")
-    ]
-    if not steps:
-        raise ValueError("the trace has no step")
-    begin = min(step["ts"] for step in steps)
-    end = max(step["ts"] + step["dur"] for step in steps)
+    steps, begin, end = profiled_steps(events)
     thread = steps[0]["pid"], steps[0]["tid"]
     inside = [event for event in events if begin <= event.get("ts", -1) < end]
     waits = [event for event in inside if event["name"] in WAITS and (event["pid"], event["tid"]) == thread]

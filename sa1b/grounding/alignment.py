@@ -6,7 +6,7 @@ Contrastive Predictive Coding", 2018; Radford et al., "Learning Transferable Vis
 Language Supervision", 2021). A pair with the same text as pair i is neither its positive nor its negative.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -48,8 +48,8 @@ def gather(rows: Tensor) -> Tensor:
     # So the sum over the ranks, which DDP and FSDP form, is the gradient of L in one process, for any
     # division of the images among the ranks. With several micro-batches, pairs are compared only with those
     # of the same micro-batch of all ranks.
-    gathered: Tensor = _Gather.apply(rows) if _is_group() else rows  # type: ignore[no-untyped-call]
-    return gathered
+    apply: Callable[[Tensor], Tensor] = _Gather.apply
+    return apply(rows) if _is_group() else rows
 
 
 def _is_group() -> bool:
