@@ -1,11 +1,10 @@
 """Batches in memory of another process: those of a DataLoader's workers and of a loader's processes.
 
 A worker decodes into anonymous files, which it reuses when no tensor of either process refers to them: new
-shared memory takes 3 ms for an image of 1024 x 1024 pixels. Images and dense masks that a function of the
-caller makes are copied into such a file. The rest of a batch is sent as bytes: a tensor in shared memory
-takes the receiver 0.5 ms. torch pickles in a thread, which drops what fails, and the training process waits
-for it forever; here the error replaces the batch. A thread ends the worker when the training process has
-ended: other workers hold the end of its pipe too.
+shared memory takes 3 ms for an image of 1024 x 1024 pixels. Images and dense masks of a caller's function are
+copied into such a file. The rest of a batch is sent as bytes: a tensor in shared memory takes the receiver
+0.5 ms. torch pickles in a thread, which drops what fails, and the training process waits forever; here the
+error replaces the batch. A thread ends the worker after the training process: others hold the pipe's end too.
 """
 
 import io
@@ -23,7 +22,6 @@ from functools import partial
 from multiprocessing import current_process, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
-from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
 import numpy as np
@@ -134,11 +132,8 @@ def _reduce(batch: Batch) -> tuple[Any, ...]:
             return _received, (os.getpid(), buffer.file, len(buffer.array), buffer.sent - 1, data)
         return loads, (dumps(batch, _NONE), _NONE.numpy())
     except Exception as error:
-        message = (
-            f"worker process {os.getpid()} cannot send a batch: {type(error).__name__}: {error}; "
-            "leave out of `batch.extra` what Python cannot pickle"
-        )
-        return _fail, (message,)
+        message = f"worker process {os.getpid()} cannot send a batch: {type(error).__name__}: {error}; "
+        return _fail, (message + "leave out of `batch.extra` what Python cannot pickle",)
 
 
 def _large(batch: Batch) -> dict[str, Any]:
@@ -171,16 +166,20 @@ def _fail(message: str) -> NoReturn:
     raise TransportError(message)
 
 
+class _Lent(mmap.mmap):
+    lent = 0, 0  # the process that releases it, which is no fork of that one; the number of the batch
+
+    def __del__(self) -> None:
+        if os.getpid() == self.lent[0]:
+            self[self.lent[1]] = 1
+
+
 def _received(process: int, file: int, size: int, number: int, data: bytes) -> Batch:
-    theirs = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
-    try:
-        array = mapped(theirs, size)
-    finally:
-        os.close(theirs)
-    whole = array[:]
-    # In this process only: one that it has forked has a copy of the tensor.
-    Finalize(whole, array.__setitem__, (number, 1))
-    return loads(data, whole)
+    # A signal may raise torch's error of a dead worker at any line, and leaves nothing open or in a table.
+    with io.FileIO(f"/proc/{process}/fd/{file}", "r+") as theirs:
+        memory = _Lent(theirs.fileno(), size)
+    memory.lent = os.getpid(), number
+    return loads(data, np.frombuffer(memory, np.uint8))
 
 
 def dumps(batch: Batch, memory: Tensor) -> bytes:

@@ -12,31 +12,38 @@ counts = st.integers(0, 5)
 sides = st.one_of(st.just(1), st.integers(1, 5), st.integers(1, 40))
 
 
+def fill(mask: np.ndarray, kind: str, random: np.random.Generator) -> None:
+    """Set pixels of an empty mask, bool [H, W]; the kind "empty" sets none."""
+    height, width = mask.shape
+    match kind:
+        case "noise":
+            mask[:] = random.random(mask.shape) < random.choice([0.03, 0.3, 0.5, 0.97])
+        case "boxes":
+            for _ in range(random.integers(1, 4)):
+                y, x = random.integers(height), random.integers(width)
+                mask[y : y + random.integers(1, height + 1), x : x + random.integers(1, width + 1)] ^= True
+        case "columns":
+            line = np.zeros(height * width, np.bool_)
+            start = random.integers(len(line))
+            line[start : start + random.integers(1, 3 * height + 1)] = True
+            mask[:] = line.reshape(width, height).T
+        case "stripes":
+            mask[random.integers(2) :: 2] = True
+        case "full":
+            mask[:] = True
+        case "corner":
+            mask[random.choice([0, -1]), random.choice([0, -1])] = True
+
+
 @st.composite
 def pixel_masks(draw, height=sides, width=sides, count=counts):
     """bool [N, H, W]: noise, rectangles, runs over columns, empty and full."""
     height, width, count = draw(height), draw(width), draw(count)
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     masks = np.zeros((count, height, width), np.bool_)
+    kinds = st.sampled_from(["noise", "boxes", "boxes", "columns", "empty", "full", "corner"])
     for mask in masks:
-        match draw(st.sampled_from(["noise", "box", "boxes", "columns", "empty", "full", "corner"])):
-            case "noise":
-                mask[:] = random.random(mask.shape) < random.choice([0.03, 0.3, 0.5, 0.97])
-            case "box" | "boxes":
-                for _ in range(random.integers(1, 4)):
-                    y, x = random.integers(height), random.integers(width)
-                    mask[y : y + random.integers(1, height + 1), x : x + random.integers(1, width + 1)] ^= (
-                        True
-                    )
-            case "columns":
-                line = np.zeros(height * width, np.bool_)
-                start = random.integers(len(line))
-                line[start : start + random.integers(1, 3 * height + 1)] = True
-                mask[:] = line.reshape(width, height).T
-            case "full":
-                mask[:] = True
-            case "corner":
-                mask[random.choice([0, -1]), random.choice([0, -1])] = True
+        fill(mask, draw(kinds), random)
     return masks
 
 

@@ -15,7 +15,7 @@ import torch
 
 import sa1b.masks
 from sa1b.masks import Runs, raster, raster_torch
-from tests.masks.samples import to_runs
+from tests.masks.samples import fill, to_runs
 
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32)
 RUN_TYPES = (np.uint32, np.int32, np.int64)
@@ -26,27 +26,9 @@ TILES = ((128, 256, 4096), (16, 32, 256), (32, 32, 64), (8, 16, 64))
 def draw_masks(random: np.random.Generator, height: int, width: int, count: int) -> np.ndarray:
     """bool [N, H, W]: noise, rectangles, runs over columns, single pixels, empty and full."""
     masks = np.zeros((count, height, width), np.bool_)
+    kinds = ["noise", "boxes", "boxes", "columns", "stripes", "corner", "empty", "full"]
     for mask in masks:
-        match random.choice(["noise", "boxes", "boxes", "columns", "stripes", "corner", "empty", "full"]):
-            case "noise":
-                mask[:] = random.random(mask.shape) < random.choice([0.03, 0.3, 0.97])
-            case "boxes":
-                for _ in range(random.integers(1, 4)):
-                    y, x = random.integers(height), random.integers(width)
-                    mask[y : y + random.integers(1, height + 1), x : x + random.integers(1, width + 1)] ^= (
-                        True
-                    )
-            case "columns":
-                line = np.zeros(height * width, np.bool_)
-                start = random.integers(len(line))
-                line[start : start + random.integers(1, 3 * height + 1)] = True
-                mask[:] = line.reshape(width, height).T
-            case "stripes":
-                mask[random.integers(2) :: 2] = True
-            case "corner":
-                mask[random.choice([0, -1]), random.choice([0, -1])] = True
-            case "full":
-                mask[:] = True
+        fill(mask, random.choice(kinds), random)
     return masks
 
 

@@ -13,6 +13,7 @@ import threading
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -147,11 +148,16 @@ class Server(ThreadingHTTPServer):
         pass  # clients that went away
 
 
-def main() -> None:
-    Handler.folder = Path(sys.argv[1])
-    server = Server(("127.0.0.1", 0), Handler)
+def serve(handler: Any) -> None:
+    """Serve the folder of the command's argument in a thread, and write the port."""
+    handler.folder = Path(sys.argv[1])
+    server = Server(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
+
+
+def main() -> None:
+    serve(Handler)
     for _ in sys.stdin:
         print(_REQUESTS[0], flush=True)
     os._exit(0)  # at once, whatever its threads are sending

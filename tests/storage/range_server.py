@@ -23,14 +23,15 @@ import json
 import os
 import re
 import sys
-import threading
 import time
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from tests.storage.object_server import serve
 
 _COUNTS = {"GET": 0, "HEAD": 0, "PUT": 0, "authorized": 0, "signed": 0}
 _BYTES = [0]
@@ -167,19 +168,8 @@ def _expired(query: dict[str, list[str]]) -> bool:
     return time.time() >= signed.timestamp() + int(query["X-Amz-Expires"][0])
 
 
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256
-
-    def handle_error(self, *_: object) -> None:
-        pass  # clients that went away
-
-
 def main() -> None:
-    Handler.folder = Path(sys.argv[1])
-    server = Server(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(server.server_port, flush=True)
+    serve(Handler)
     for line in sys.stdin:
         if json.loads(line).get("do") == "revoke":
             _REVOKED.update(_SEEN)

@@ -179,14 +179,8 @@ def test_an_image_that_a_decoder_refuses_is_black_and_not_valid_in_an_evaluation
 ) -> None:
     damaged = len(sa1b.open(root)[2].jpeg)
     register("failing", kind({damaged}, lambda: BadSample("jpeg_broken", "no luck")))
-    own = sa1b.Stream(
-        root,
-        global_batch=3,
-        order="sequential",
-        decoder="failing",
-        damage_log=tmp_path / "log.jsonl",
-        **SMALL,
-    )
+    log = tmp_path / "log.jsonl"
+    own = sa1b.Stream(root, global_batch=3, order="sequential", decoder="failing", damage_log=log, **SMALL)
     batches = list(sa1b.Loader(own, threads=3, quiet=True) if loaded else own)
     ids, valid = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("ids", "valid"))
     assert ids[~valid].tolist() == [102]

@@ -44,7 +44,7 @@ def test_a_killed_worker_is_an_error_at_once_and_new_ones_go_on_exactly(root: Pa
     whole = recorded(root, 60)
     segments = names()
     process = start("workers", root, "murders", short_path / "tmp", forked=True)
-    out, errors = process.communicate(timeout=300)
+    out, errors = process.communicate(timeout=600)  # more than it waits for what settles
     assert process.returncode == 0, errors.decode()
     lives = [json.loads(line) for line in out.splitlines()]
     assert [life["error"] is None for life in lives] == [False] * 4 + [True]

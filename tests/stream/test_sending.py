@@ -2,6 +2,7 @@
 
 import resource
 import signal
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from sa1b.stream.worker_memory import TransportError
-from tests.stream.leftovers import names
+from tests.stream.leftovers import held, names
 from tests.stream.reading import first_lines, start, stream_of
 from tests.stream.recorded import make_root
 
@@ -68,3 +69,18 @@ def test_a_batch_without_images_and_tensors_of_other_classes_arrive(root: Path) 
     found = next(iter(loader))
     assert found.images is None
     assert isinstance(found.extra["weight"], torch.nn.Parameter)
+
+
+def test_a_signal_just_after_a_descriptor_was_opened_leaves_none_open(root: Path) -> None:
+    reading = iter(DataLoader(stream_of(root), batch_size=None, num_workers=1, timeout=300))
+    next(reading)
+    before = held()["descriptors"]
+
+    def signalled(frame: object, event: str, function: object) -> None:
+        if event == "c_return" and len(set(Path("/proc/self/fd").iterdir())) > len(before) + 1:  # the listing
+            raise InterruptedError
+
+    sys.setprofile(signalled)
+    with pytest.raises(InterruptedError):
+        next(reading)
+    assert held()["descriptors"] == before
