@@ -168,9 +168,13 @@ class Changes:
 
 
 _watched: list[Changes] = []
+_openings: list[tuple[str, Callable[[str], None]]] = []
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if _openings and event == "open" and not isinstance(arguments[0], int):
+        for path, what in [one for one in _openings if one[0] == os.fsdecode(arguments[0])]:
+            what(path)
     if _watched and event in ("os.rename", "os.link"):
         source, name = (str(Path(os.fsdecode(one)).absolute()) for one in arguments[:2])
         for one in list(_watched):
@@ -202,6 +206,17 @@ def fault(
     finally:
         _watched.remove(one)
         MemoryFile.commit, MemoryFileSystem.pipe_file = commit, pipe
+
+
+@contextmanager
+def at_open(path: Path, what: Callable[[str], None]) -> Iterator[None]:
+    """Do `what(path)`, which may raise an error, just before a local file is opened."""
+    one = (str(path), what)
+    _openings.append(one)
+    try:
+        yield
+    finally:
+        _openings.remove(one)
 
 
 def nothing(_: str) -> None:

@@ -1,14 +1,13 @@
 """Ingest of a bad pair among good ones, with the checks that always hold; a small disk."""
 
 import json
-import os
 import random
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import disks
 from tests.directories import short_commands, tars, whole
 from tests.ingest.bad_pairs import BAD, GOOD, Outcome, typed
 from tests.shards import tiny
@@ -44,14 +43,8 @@ def host(downloads: Path) -> Iterator[Service]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], check=False).returncode:
-        pytest.skip("mounting tmpfs is not allowed here")
-    yield mount
-    subprocess.run(["umount", mount], check=True)
+    with disks.small_disk(tmp_path / "small", 1 << 20) as disk:
+        yield disk
 
 
 @pytest.fixture

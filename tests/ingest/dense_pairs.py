@@ -2,16 +2,14 @@
 
 import resource
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import simplejpeg
 
-from sa1b.errors import Sa1bError
-from sa1b.ingest.ingest import ingest, limit_threads
-from sa1b.ingest.policy import Policy
-from sa1b.shards.documents import Options
-from sa1b.sources.discovery import discover
+import sa1b
+from tests import forked_workers
 from tests.shards import tiny
 
 HEIGHT, WIDTH, RUNS = 1950, 2000, 3_900_000
@@ -38,18 +36,19 @@ def write_dense(path: Path, images: int, runs: int = RUNS) -> Path:
 
 
 def main() -> None:
-    """Ingest argv[1] into argv[2], in an address space that may grow by argv[3] MB; say what became of it."""
-    limit_threads()
-    (source,) = discover([Path(sys.argv[1])]).sources
-    root = Path(sys.argv[2])
-    root.mkdir()
+    """Ingest argv[1] into argv[2], in an address space that may grow by argv[3] MB; say what became of it.
+
+    The images and what the worker held at most in MB, or the error.
+    """
+    forked_workers.use_fork()
+    with tempfile.TemporaryDirectory() as folder:  # loads all that a worker needs
+        tiny.ingest_tar(tiny.write_tar(Path(folder, "sa_000009.tar"), tiny.pairs([1])), Path(folder, "root"))
     if growth := int(sys.argv[3]):
         limit = (status("VmSize") + growth) << 20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    try:
-        print(ingest(source, root, Options(), Policy()).counts["images"], status("VmHWM"))
-    except Sa1bError as error:
-        print(f"{type(error).__name__}: {error}")
+    made = sa1b.reshard(sys.argv[1], sys.argv[2], quiet=True)
+    worker_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
+    print(*(made.failed.values() or (made.images, worker_mb)))
 
 
 def status(field: str) -> int:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from sa1b.shards.annotation import MAX_JSON_BYTES, MAX_JSON_DEPTH
 from tests.ingest.bad_pairs import ALL, BAD, HEIGHT, WIDTH, changed, mask_changed, with_counts
 from tests.shards.tiny import SIZE, counts_from, document, encode, pair
 
@@ -37,15 +36,15 @@ def test_an_annotation_file_that_is_not_json_is_refused(refused, text):
 
 
 def test_an_annotation_file_of_absurd_length_is_refused(refused):
-    assert refused(text=pair(BAD)[1] + b" " * MAX_JSON_BYTES)[0] == "json_too_large"
+    assert refused(text=pair(BAD)[1] + b" " * (4 << 20))[0] == "json_too_large"
 
 
+@pytest.mark.parametrize(("depth", "reason"), [(100, "nested_too_deep"), (50_000, "invalid_json")])
 @pytest.mark.parametrize("key", ["note", "bbox"])
-@pytest.mark.parametrize("twice", [False, True], ids=["", "and merged by a second one"])
-def test_an_annotation_file_nested_absurdly_deep_is_refused(refused, key, twice):
-    deep = b"[" * MAX_JSON_DEPTH + b"]" * MAX_JSON_DEPTH
+def test_an_annotation_file_nested_absurdly_deep_is_refused(refused, key, depth, reason):
+    deep = b"[" * depth + b"]" * depth
     text = pair(BAD)[1].replace(b'"bbox"', b'"%s": %s, "bbox"' % (key.encode(), deep), 1)
-    assert refused(text=text)[0] == "nested_too_deep"
+    assert refused(text=text)[0] == reason
 
 
 def test_brackets_in_strings_are_no_nesting(kept):

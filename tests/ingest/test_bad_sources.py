@@ -1,6 +1,7 @@
 """A source with many bad pairs, or nothing else: when it is stopped, and with which message."""
 
 import hashlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -8,13 +9,8 @@ from pathlib import Path
 import pytest
 
 import sa1b
-from sa1b.errors import RefusedError, SourceError, SystematicError
-from sa1b.ingest.policy import SystematicCheck
-from sa1b.shards.annotation_columns import ImageWarning
-from sa1b.shards.quarantine import Quarantine
-from sa1b.sources.source import read_checklist
+from sa1b.errors import SourceError
 from tests import processes
-from tests.ingest import inside
 from tests.ingest.bad_pairs import BAD, GOOD, Outcome, mask_changed, with_counts
 from tests.shards import tiny
 from tests.shards.tiny import document, encode, pair_members, pairs
@@ -35,7 +31,7 @@ def with_bad(count, total):
 def count_bad(tmp_path):
     def count_bad(count, total, **options):
         path = tiny.write_tar(tmp_path / "sa_000020.tar", with_bad(count, total), gzip=False)
-        return inside.ingest_tar(path, tmp_path / "root", **options)
+        return tiny.ingest_tar(path, tmp_path / "root", **options)
 
     return count_bad
 
@@ -43,8 +39,8 @@ def count_bad(tmp_path):
 def test_examples_of_refused_pairs_say_where_they_stand(tmp_path):
     members = [member for image_id in range(1000, 1030) for member in pair_members(image_id, jpeg=b"")]
     path = tiny.write_tar(tmp_path / "sa_000020.tar", members, gzip=False)
-    with pytest.raises(SystematicError) as error:
-        inside.ingest_tar(path, tmp_path / "root")
+    with pytest.raises(SourceError) as error:
+        tiny.ingest_tar(path, tmp_path / "root")
     assert "\n  ./sa_1000.jpg at offset 0 + ./sa_1000.json at offset 512: image begins with" in str(
         error.value
     )
@@ -55,7 +51,7 @@ def test_twenty_pairs_bad_for_one_reason_are_chance(count_bad):
 
 
 def test_more_than_twenty_of_few_pairs_stop_the_run_with_examples_and_the_flag(count_bad, tmp_path):
-    with pytest.raises(SystematicError) as error:
+    with pytest.raises(SourceError) as error:
         count_bad(21, 30)
     message = str(error.value)
     assert message.startswith(f"{tmp_path / 'sa_000020.tar'}: 21 of 30 pairs have the problem 'area'")
@@ -63,26 +59,44 @@ def test_more_than_twenty_of_few_pairs_stop_the_run_with_examples_and_the_flag(c
     assert message.count("\n  ") == 3
     assert message.endswith("run again with --accept area")
     assert not list((tmp_path / "root").glob("*.tar"))
-    assert not list((tmp_path / "root").rglob("*.json"))
+    assert not list((tmp_path / "root").rglob("sa_*.json"))
 
 
-def test_one_percent_of_many_pairs_is_chance(tmp_path):
-    quarantine = Quarantine(tmp_path / "quarantine")
-    for image_id in range(21):
-        quarantine.warn(image_id, "area", ImageWarning("odd"))
-    check = SystematicCheck("x.tar", 1_000_000, frozenset())
-    check.check(quarantine, 2100)
-    with pytest.raises(SystematicError):
-        check.check(quarantine, 2099)
+def test_an_accepted_reason_may_be_frequent_and_no_other(count_bad):
+    with pytest.raises(SourceError, match="--accept area"):
+        count_bad(30, 30, accept={"bbox"})
+    assert count_bad(30, 30, accept={"area"}).warnings == {"area": 30}
 
 
-def test_an_accepted_reason_may_be_frequent(count_bad):
-    assert count_bad(30, 30, accept=frozenset({"area"})).warnings == {"area": 30}
+def small_pairs(count, *bad):
+    """The members of many small pairs, each image's beside each other; `bad` have a wrong area."""
+    jpeg, text = tiny.pair(1, size=(16, 16))
+    found, members = json.loads(text), []
+    area = found["annotations"][0]["area"]
+    for image_id in range(count):
+        found["image"] |= {"image_id": image_id, "file_name": f"sa_{image_id}.jpg"}
+        found["annotations"][0]["area"] = area + (image_id in bad)
+        members += pair_members(image_id, jpeg, encode(found))
+    return members
 
 
-def test_accepting_one_reason_accepts_no_other(count_bad):
-    with pytest.raises(SystematicError):
-        count_bad(30, 30, accept=frozenset({"bbox"}))
+@pytest.mark.parametrize(("count", "bad"), [(2100, 21), (2099, 21), (1200, 1200)])
+def test_a_reason_is_too_frequent_over_one_percent_of_many_pairs(tmp_path, count, bad):
+    """And no verdict is given before the end unless the rest cannot change it, whatever order the members have."""
+    members = small_pairs(count, *range(bad))
+    if (
+        bad < count
+    ):  # 20 bad pairs, then all other images and the last bad pair before the annotations of the others
+        good = members[2 * bad :]
+        members = [*members[: 2 * bad - 2], *good[::2], *members[2 * bad - 2 : 2 * bad], *good[1::2]]
+    path = tiny.write_tar(tmp_path / "sa_000020.tar", members, gzip=False)
+    made = sa1b.reshard(path, tmp_path / "root", quiet=True)
+    if count == 2100:
+        assert (made.exit_code, made.images, made.document["warnings"]) == (0, 2100, {"area": 21})
+        return
+    pairs_seen = "1,000 of 1,000" if bad == count else "21 of 2,099"  # the first ends long before its end
+    assert made.failed["sa_000020"].startswith(f"{path}: {pairs_seen} pairs have the problem 'area'")
+    assert not list((tmp_path / "root").glob("*.tar"))
 
 
 def test_partners_lost_to_damage_are_no_system(tmp_path):
@@ -90,7 +104,7 @@ def test_partners_lost_to_damage_are_no_system(tmp_path):
     stored = tiny.gzip_bytes(tiny.tar_bytes(members))
     path = tmp_path / "sa_000020.tar"
     path.write_bytes(stored[: len(stored) * 9 // 10])
-    outcome = Outcome(tmp_path / "root", inside.ingest_tar(path, tmp_path / "root"))
+    outcome = Outcome(tmp_path / "root", tiny.ingest_tar(path, tmp_path / "root"))
     lost = outcome.task.counts["refused"]["jpg_partner_lost"]
     assert 20 < lost == 60 - outcome.task.counts["images"]
 
@@ -104,8 +118,8 @@ def test_partners_lost_to_damage_are_no_system(tmp_path):
 )
 def test_on_error_stop_ends_with_the_first_refusal_naming_file_members_and_offset(tmp_path, text, says):
     path = tiny.write_tar(tmp_path / "sa_000020.tar", [*pair_members(BAD, text=text), *pairs(GOOD)])
-    with pytest.raises(RefusedError) as error:
-        inside.ingest_tar(path, tmp_path / "root", stop=True)
+    with pytest.raises(SourceError) as error:
+        tiny.ingest_tar(path, tmp_path / "root", stop=True)
     message = str(error.value)
     assert message.startswith(f"{tmp_path / 'sa_000020.tar'}: './sa_500.jpg' at offset 0, './sa_500.json' at")
     assert says in message
@@ -115,8 +129,8 @@ def test_on_error_stop_ends_with_the_first_refusal_naming_file_members_and_offse
 def test_on_error_stop_ends_with_damage_too(tmp_path):
     path = tmp_path / "sa_000020.tar"
     path.write_bytes(tiny.tar_bytes(pairs(GOOD), end=b""))
-    with pytest.raises(RefusedError, match=r"sa_000020.tar: at offset [0-9,]+: the archive ends without"):
-        inside.ingest_tar(path, tmp_path / "root", stop=True)
+    with pytest.raises(SourceError, match=r"sa_000020.tar: at offset [0-9,]+: the archive ends without"):
+        tiny.ingest_tar(path, tmp_path / "root", stop=True)
 
 
 def test_on_error_stop_lets_odd_pairs_pass(bad_pair):
@@ -129,14 +143,15 @@ def test_on_error_stop_lets_odd_pairs_pass(bad_pair):
 def test_a_source_without_a_usable_pair_is_an_error_that_says_why(tmp_path, members):
     path = tiny.write_tar(tmp_path / "sa_000020.tar", members)
     with pytest.raises(SourceError, match=r"sa_000020.tar: no usable pair; .*(empty|unexpected|not_a_jpeg)"):
-        inside.ingest_tar(path, tmp_path / "root")
+        tiny.ingest_tar(path, tmp_path / "root")
 
 
 def test_a_wrong_md5_is_an_error_that_names_both(tmp_path):
     path = tiny.write_tar(tmp_path / "sa_000020.tar", pairs(GOOD))
+    (tmp_path / "md5.txt").write_text(f"{'0' * 32}  {path.name}\n")
     with pytest.raises(SourceError, match=r"sa_000020.tar: md5 is [0-9a-f]{32}, the checklist has 0{32}"):
-        inside.ingest_tar(path, tmp_path / "root", md5="0" * 32)
-    assert not (tmp_path / "root" / "tasks").exists()
+        tiny.ingest_tar(path, tmp_path / "root", md5=tmp_path / "md5.txt")
+    assert not list((tmp_path / "root").rglob("sa_*.json"))
 
 
 def reshard(*arguments):
@@ -170,14 +185,13 @@ def test_the_command_goes_on_after_a_damaged_source_and_says_what_became_of_each
 
 
 def test_two_md5_of_one_name_are_refused(tmp_path):
-    path = tmp_path / "md5.txt"
-    path.write_text(f"{'0' * 32}  a/sa_1.tar\n{'0' * 32}  b/sa_1.tar\n")
-    assert read_checklist(path) == {"sa_1.tar": "0" * 32}
-    path.write_text(f"{'0' * 32}  a/sa_1.tar\n{'1' * 32}  b/sa_1.tar\n")
-    with pytest.raises(
-        SourceError, match=r"line 2: sa_1\.tar has the md5 1{32}, and 0{32} on an earlier line"
-    ):
-        read_checklist(path)
+    tar, path = tiny.write_tar(tmp_path / "sa_1.tar", pairs([1])), tmp_path / "md5.txt"
+    right = hashlib.md5(tar.read_bytes()).hexdigest()
+    path.write_text(f"{right}  a/sa_1.tar\n{'1' * 32}  b/sa_1.tar\n")
+    with pytest.raises(SourceError, match=rf"line 2: sa_1\.tar .* 1{{32}}, and {right} on an earlier line"):
+        sa1b.reshard(tar, tmp_path / "root", md5=path, quiet=True)
+    path.write_text(f"{right}  a/sa_1.tar\n{right}  b/sa_1.tar\n")
+    assert sa1b.reshard(tar, tmp_path / "root", md5=path, quiet=True).exit_code == 0
 
 
 @pytest.mark.parametrize("known", [True, False])

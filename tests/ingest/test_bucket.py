@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,12 @@ import pytest
 import simplejpeg
 
 import sa1b
-from sa1b.errors import UsageError
-from sa1b.ingest import ingest
-from sa1b.ingest.ingest import work_on
-from sa1b.ingest.policy import IngestRun, Policy
-from sa1b.ingest.reshard import reshard
-from sa1b.ingest.summary import ReshardSummary
-from sa1b.shards.documents import Options
-from sa1b.sources.discovery import discover
-from sa1b.storage.bucket import BucketStore
-from sa1b.storage.claim import Claim
-from sa1b.storage.errors import DeniedError, StorageError, UnavailableError
-from sa1b.storage.objects import Upload
-from sa1b.storage.store import FolderStore
-from sa1b.workers import Event
-from tests import processes
+from tests import directories, processes
 from tests.ingest.test_several_runs import files
 from tests.shards import tiny
+from tests.storage.store_server import StoreServer
 
 REPOSITORY = Path(__file__).parents[2]
-OPTIONS = Options(images_per_shard=8)
 TARS = 3
 
 
@@ -57,32 +43,17 @@ def alone(tars: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
     return files(root)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> BucketStore:
-    return bucket(tmp_path)
-
-
-def bucket(folder: Path, kind: type[BucketStore] = BucketStore) -> BucketStore:
-    url = f"local://{folder}/root"
-    return kind(url, scratch=folder / "scratch", options={"auto_mkdir": True})
-
-
-def convert(tars: Sequence[Path], store: BucketStore, **run: Any) -> ReshardSummary:
-    return reshard(tars, store, OPTIONS, Policy(), IngestRun(quiet=True, **run))
-
-
 def left(folder: Path) -> list[Path]:
     """Everything below the scratch folder."""
     return list((folder / "scratch").rglob("*"))
 
 
-def test_a_shard_that_is_missing_is_made_again(
-    tars: Path, tmp_path: Path, store: BucketStore, alone: dict[str, bytes]
-) -> None:
-    convert([tars], store)
-    store.remove("sa1b-000001-0001.parquet")
-    summary = convert([tars], store)
-    assert (summary.done, summary.skipped) == (["sa_000001"], ["sa_000000", "sa_000002"])
+def test_a_shard_that_is_missing_is_made_again(tars: Path, tmp_path: Path, alone: dict[str, bytes]) -> None:
+    url, options = prepared(tmp_path), {"images_per_shard": 8, "scratch": tmp_path / "scratch", "quiet": True}
+    sa1b.reshard(tars, url, **options)
+    (tmp_path / "root" / "sa1b-000001-0001.parquet").unlink()
+    made = sa1b.reshard(tars, url, **options)
+    assert (made.done, made.skipped) == (["sa_000001"], ["sa_000000", "sa_000002"])
     assert files(tmp_path / "root") == alone
 
 
@@ -98,15 +69,16 @@ def test_a_source_is_replaced_only_on_request(tars: Path, tmp_path: Path) -> Non
     assert files(tmp_path / "root") == before
 
 
-def test_a_source_that_fails_leaves_its_reason_and_no_shard(tmp_path: Path, store: BucketStore) -> None:
+def test_a_source_that_fails_leaves_its_reason_and_no_shard(tmp_path: Path) -> None:
     bad = tmp_path / "in" / "sa_000001.tar"
     tiny.write_tar(bad, [("./sa_1.jpg", b"not a jpeg"), ("./sa_1.json", b"{}")])
-    summary = convert([bad], store)
-    assert "no usable pair" in summary.failed["sa_000001"]
-    assert store.names("", ".tar") == []
-    assert store.names("tasks") == ["sa_000001.failed"]
-    assert "refused.jsonl" in store.names("quarantine/sa_000001")
-    assert f"refused members: {store.root}/quarantine/sa_000001" in summary.table(store)
+    url = directories.bucket(tmp_path / "root", "sa_000001")
+    made = sa1b.reshard(bad, url, scratch=tmp_path / "scratch", quiet=True)
+    assert "no usable pair" in made.failed["sa_000001"]
+    found = files(tmp_path / "root")
+    assert {name for name in found if "quarantine" not in name} == {"tasks/sa_000001.failed"}
+    assert "quarantine/sa_000001/refused.jsonl" in found
+    assert f"{url}/quarantine/sa_000001" in made.text
     assert left(tmp_path) == []
 
 
@@ -170,29 +142,6 @@ def test_ctrl_c_leaves_no_claim_and_no_file_in_scratch(tmp_path: Path) -> None:
     assert left(tmp_path) == []
 
 
-def test_an_interrupted_run_removes_its_unfinished_uploads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed workers cannot: the run does, except for uploads of sources that another process is writing."""
-    for number in range(3):
-        tiny.make_tar(tmp_path / "in" / f"sa_00000{number}.tar", [number])
-    left = {"sa1b-000000-0000.tar", "sa1b-000001-0002.tar", "sa1b-000009-0000.tar"}
-    store = FolderStore(tmp_path / "root")
-    monkeypatch.setattr(store, "uploads", lambda: [Upload(name, "1", 5.0) for name in sorted(left)])
-    monkeypatch.setattr(
-        store, "abort_uploads", lambda matches: left.difference_update([one for one in left if matches(one)])
-    )
-
-    def interrupted(*_: object, **__: object) -> Iterator[Event]:
-        raise KeyboardInterrupt
-        yield
-
-    with Claim.take(store, "tasks/sa_000001.claim") or pytest.fail("the claim is free"):
-        summary = reshard([tmp_path / "in"], store, Options(), Policy(), IngestRun(quiet=True), interrupted)
-    assert summary.interrupted
-    assert left == {"sa1b-000001-0002.tar", "sa1b-000009-0000.tar"}
-
-
 @pytest.mark.slow  # quick: test_a_command_that_is_killed_at_any_time_is_resumed
 def test_runs_killed_at_every_request_are_resumed(tmp_path: Path) -> None:
     result = killed_at(tmp_path, f"local://{tmp_path}/bucket", {"auto_mkdir": True}, None)
@@ -224,8 +173,7 @@ def killed_at(
             ]
         tiny.write_tar(sources / f"sa_00000{number}.tar", members, gzip=False)
     alone = folder / "alone"
-    options_of_run = Options(images_per_shard=4)
-    assert reshard([sources], alone, options_of_run, Policy(), IngestRun(quiet=True)).exit_code() == 0
+    assert sa1b.reshard(sources, alone, images_per_shard=4, quiet=True).exit_code == 0
     settings = {
         "sources": [str(sources)],
         "url": url,
@@ -247,106 +195,90 @@ def killed_at(
     return found
 
 
-class _Unavailable(BucketStore):
-    """A store that is unreachable from the upload of the first shard of the second source on."""
-
-    def commit(self, staged: Any, *arguments: Any, **more: Any) -> None:
-        files = list(staged)
-        if "000001" in files[0].name:
-            raise UnavailableError(f"{self.url(files[0].name)}: unavailable", url=self.url(files[0].name))
-        super().commit(files, *arguments, **more)
-
-
-class _TakenOver(BucketStore):
-    """A store in which another machine takes over the claim during an upload, and removes the upload."""
-
-    def commit(self, staged: Any, *arguments: Any, **more: Any) -> None:
-        other = {"host": "node7", "pid": 4711, "process": "another-1", "token": "theirs", "timeout": 120}
-        self.put("tasks/sa_000000.claim", json.dumps(other).encode())
-        raise StorageError("the store has removed this upload", url=self.url("sa1b-000000-0000.tar"))
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreServer]:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "KEY")
+    with StoreServer(page=100) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        yield server
 
 
-class _Denied(BucketStore):
-    """A store that can only be read."""
-
-    def put_if_absent(self, name: str, data: bytes) -> bool:
-        raise DeniedError(f"{self.url(name)}: denied", url=self.url(name))
-
-    def put(self, name: str, data: bytes) -> None:
-        raise DeniedError(f"{self.url(name)}: denied", url=self.url(name))
+def into(store: StoreServer, folder: Path) -> tuple[object, ...]:
+    return ("--out", store.root, "--images-per-shard", 8, "--scratch", folder / "scratch")
 
 
-def test_a_store_that_stays_unreachable_stops_the_run_and_the_next_one_resumes(
-    tars: Path, tmp_path: Path, alone: dict[str, bytes]
+def test_a_store_that_fails_stops_the_run_and_the_next_one_resumes(
+    tars: Path, tmp_path: Path, store: StoreServer, alone: dict[str, bytes]
 ) -> None:
-    summary = convert([tars], bucket(tmp_path, _Unavailable))
-    assert (summary.exit_code(), summary.done) == (1, ["sa_000000"])
-    url = f"local://{tmp_path}/root/sa1b-000001-0000.tar"
-    assert summary.store_error == f"{url}: unavailable"
-    assert "sa_000002" not in summary.failed  # it was not tried
-    text = summary.table(bucket(tmp_path))
-    assert f"Stopped: {url}: unavailable. Nothing is damaged; run the same command again to resume." in text
-    document = summary.document()
-    assert (document["images"], document["store_error"]) == (20, f"{url}: unavailable")
-    assert bucket(tmp_path).names("tasks", ".failed") == []  # the source is not at fault
+    store.fault("403", "PUT", "*/sa1b-000001-*.tar", times=1e9)
+    done = run(tars, *into(store, tmp_path), "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["done"], found["images"]) == (1, ["sa_000000"], 20)
+    assert f"{store.root}/sa1b-000001-000" in found["store_error"]
+    assert "sa_000002" not in found["failed"]  # it was not tried
+    assert not [name for name in store.files() if name.endswith(".failed")]  # the source is not at fault
     assert left(tmp_path) == []
-    assert convert([tars], bucket(tmp_path)).skipped == ["sa_000000"]
-    assert files(tmp_path / "root") == alone
+    store.faults.clear()
+    assert json.loads(run(tars, *into(store, tmp_path), "--json").stdout)["skipped"] == ["sa_000000"]
+    assert store.files() == {name: data for name, data in alone.items() if name[0] != "."}
+
+
+def test_later_runs_too_check_at_their_start_that_they_may_write(
+    tars: Path, tmp_path: Path, store: StoreServer
+) -> None:
+    assert run(tars / "sa_000000.tar", *into(store, tmp_path)).returncode == 0
+    before = store.files()
+    for what in ("PUT", "CREATE", "REPLACE"):
+        store.fault("403", what, times=1e9)
+    store.log.clear()
+    done = run(tars, *into(store, tmp_path))
+    assert done.returncode == 2
+    assert f"{store.root}/" in done.stderr
+    assert (len(store.asked("PUT CREATE REPLACE")), store.files()) == (1, before)
 
 
 def test_a_process_whose_claim_was_taken_over_during_its_upload_leaves_the_source_to_the_other(
-    tars: Path, tmp_path: Path
+    tars: Path, tmp_path: Path, store: StoreServer
 ) -> None:
-    store = bucket(tmp_path, _TakenOver)
-    (source,) = discover([tars / "sa_000000.tar"]).sources
-    outcome = work_on(source, store, OPTIONS, Policy(), IngestRun(), lambda counts: None)
-    assert outcome.kind == "held"
-    assert "node7:4711 works on" in outcome.note
-    assert store.names("tasks") == ["sa_000000.claim"]
-    assert b"theirs" in store.read("tasks/sa_000000.claim")
+    theirs = json.dumps({"host": "node7", "pid": 4711, "process": "another-1", "token": "theirs"}).encode()
+    claim = f"{store.prefix}/tasks/sa_000000.claim"
+
+    def taken_over(what: str, key: str) -> None:
+        """By another machine, which removes the upload."""
+        if what == "PUT" and key.endswith("sa1b-000000-0000.tar"):
+            store.put(claim, theirs)
+
+    store.before = taken_over
+    store.fault("404", "PUT", "*/sa1b-000000-0000.tar", times=1e9)
+    process = started(tars / "sa_000000.tar", *into(store, tmp_path))
+    assert process.stderr is not None
+    assert any("sa_000000, which node7:4711 works on" in line for line in process.stderr)
     assert left(tmp_path) == []
+    process.send_signal(signal.SIGKILL, session=True)
+    process.communicate(timeout=60)
+    assert store.objects[claim].data == theirs
+    assert store.files().keys() == {"tasks/sa_000000.claim"}
 
 
-def test_an_error_of_a_source_beside_the_store_does_not_stop_the_run(
-    tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_run_removes_its_unfinished_uploads(
+    tars: Path, tmp_path: Path, store: StoreServer
 ) -> None:
-    store = bucket(tmp_path)
+    """Killed workers cannot: the run does, except for uploads of sources that another process is writing."""
+    live = {"host": "node7", "pid": 7, "process": f"{'0' * 12}-7", "token": "theirs", "timeout": 1000}
+    store.put(f"{store.prefix}/tasks/sa_000001.claim", json.dumps(live).encode())
 
-    def fail(*arguments: object, **named: object) -> None:
-        raise UnavailableError("unavailable", url=f"{store.root}-sources/sa_000000.tar")
+    def interrupt(what: str, key: str) -> None:
+        if what == "PUT" and key.endswith("sa1b-000000-0000.tar"):
+            for name in ("sa1b-000000-0001.tar", "sa1b-000001-0002.tar", "sa1b-000009-0000.tar"):
+                store.uploads[name] = (f"{store.prefix}/{name}", {})
+            os.killpg(process.pid, signal.SIGINT)
 
-    monkeypatch.setattr(ingest, "_with_claim", fail)
-    (source,) = discover([tars / "sa_000000.tar"]).sources
-    with pytest.raises(UnavailableError):
-        work_on(source, store, OPTIONS, Policy(), IngestRun(), lambda counts: None)
-
-
-def test_later_runs_too_check_at_their_start_that_they_may_write(tars: Path, tmp_path: Path) -> None:
-    convert([tars / "sa_000000.tar"], bucket(tmp_path))
-    with pytest.raises(DeniedError, match="root/.*: denied"):
-        convert([tars], bucket(tmp_path, _Denied))
-    assert convert([tars / "sa_000000.tar"], bucket(tmp_path, _Denied)).store_error  # nothing but the claim
-
-
-def test_scratch_that_is_too_small_is_named_at_the_start(
-    tars: Path, store: BucketStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = type("Usage", (), {"free": 20_000})
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    with pytest.raises(UsageError, match=r"scratch: 0 MB free, about 0\.1 MB needed; .*--scratch.*--workers"):
-        convert([tars], store)
-    assert not store.exists(".options.json")
-
-
-def test_scratch_is_needed_for_the_sources_in_work_only(
-    tars: Path, store: BucketStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = max(path.stat().st_size for path in tars.iterdir())
-    usage = type("Usage", (), {"free": int(2 * size * 1.45)})
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    assert convert([tars], store, workers=2).exit_code() == 0
-    with pytest.raises(UsageError, match="--scratch"):
-        convert([tars], store, workers=3, redo=("sa_000000", "sa_000001", "sa_000002"))
+    store.before = interrupt
+    process = started(tars, *into(store, tmp_path))
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert store.uploads.keys() == {"sa1b-000001-0002.tar", "sa1b-000009-0000.tar"}
 
 
 def test_a_full_scratch_disk_stops_the_run_and_the_next_one_resumes(small_disk: Path, tmp_path: Path) -> None:
@@ -363,7 +295,7 @@ def test_a_full_scratch_disk_stops_the_run_and_the_next_one_resumes(small_disk: 
     assert list(small_disk.rglob("*")) == []
     done = run(tmp_path / "in", "--out", url, "--scratch", tmp_path / "scratch")
     assert done.returncode == 0, done.stderr
-    reshard([tmp_path / "in"], tmp_path / "alone", Options(), Policy(), IngestRun(quiet=True))
+    sa1b.reshard(tmp_path / "in", tmp_path / "alone", quiet=True)
     assert files(tmp_path / "root") == files(tmp_path / "alone")
 
 

@@ -10,10 +10,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sa1b.ingest.policy import IngestRun, Policy
+from sa1b.ingest.reshard import reshard
+from sa1b.ingest.summary import ReshardSummary
+from sa1b.shards.documents import Options
 from sa1b.shards.manifest import read_tasks
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.errors import DeniedError, StorageError
@@ -21,7 +27,7 @@ from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
 from tests import processes
 from tests.ingest.bucket_runs import contents
-from tests.ingest.test_bucket import REPOSITORY, TARS, alone, convert, killed_at, left, tars
+from tests.ingest.test_bucket import REPOSITORY, TARS, alone, killed_at, left, tars
 from tests.ingest.test_several_runs import ended
 from tests.storage import ceph
 from tests.storage.conftest import HASTY
@@ -34,6 +40,10 @@ pytestmark = [
     pytest.mark.slow,  # tests/ingest/test_bucket.py has the same on a bucket without a server
     pytest.mark.skipif(bool(ceph.missing()), reason=f"no {', '.join(ceph.missing())}: {ceph.INSTALL}"),
 ]
+
+
+def convert(tars: Sequence[Path], store: BucketStore, **run: Any) -> ReshardSummary:
+    return reshard(tars, store, Options(images_per_shard=8), Policy(), IngestRun(quiet=True, **run))
 
 
 def start(tars: Path, store: BucketStore, *flags: object, endpoint: str = "") -> processes.Process:

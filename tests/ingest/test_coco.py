@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import tracemalloc
 from functools import partial
 from pathlib import Path
@@ -22,15 +23,12 @@ from pycocotools.coco import COCO
 import sa1b
 from sa1b.cli import main
 from sa1b.errors import SourceError, UsageError
-from sa1b.programs.annotate.images import InputImage, read_image
-from sa1b.shards import MAX_IMAGE_PIXELS
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.published import write_weights
 from sa1b.sources import coco_pair
-from sa1b.sources.coco import CocoFormat
 from sa1b.sources.coco_file import CocoFile, CocoOptions
-from sa1b.sources.discovery import discover, formats_with
-from sa1b.sources.source import SourceReader, digest_of_source
-from sa1b.sources.tar_stream import Member
 from tests import kit
+from tests.ingest.at_open import run_changing
 from tests.shards import tiny
 from tests.shards.tiny import resharded as reshard
 from tests.verify.checking import check as verify
@@ -247,8 +245,8 @@ def test_a_finished_file_is_skipped_and_its_members_are_found_again(coco, capsys
         == 3
     )
     assert json.loads(capsys.readouterr().out)["skipped"] == ["masks"]
-    (source,) = discover([coco / "masks.json"], formats=formats_with(CocoFormat(coco / "photos"))).sources
-    assert source.size == sum(
+    task = coco / "root" / "tasks" / "masks.json"
+    assert json.loads(task.read_text())["source"]["size"] == sum(
         path.stat().st_size
         for path in (
             coco / "masks.json",
@@ -256,8 +254,17 @@ def test_a_finished_file_is_skipped_and_its_members_are_found_again(coco, capsys
         )
         if path.exists() and path.parent.name != "photos2"
     )
-    (task,) = sa1b.shards.manifest.read_tasks(coco / "root").values()
-    assert digest_of_source(source) == task.source["sha256"]
+    before = kit.files(coco / "root")
+    for path in (coco / "masks.json", coco / "photos" / "two.png"):
+        os.utime(path, (1, 1))  # now its content decides
+    assert (
+        reshard((str(coco / "masks.json"),), out=str(coco / "root"), images=coco / "photos", json_output=True)
+        == 3
+    )
+    assert json.loads(capsys.readouterr().out)["skipped"] == ["masks"]
+    assert {name for name, data in kit.files(coco / "root").items() if data != before[name]} == {
+        "tasks/masks.json"
+    }
 
 
 def write(path: Path, images: list[object], annotations: object = ()) -> Path:
@@ -275,17 +282,6 @@ def test_files_whose_images_have_the_same_ids_are_told_the_way_out(tmp_path, cap
     done = reshard(tuple(paths), out=str(tmp_path / "root"), image_ids="hash", redo=("n",), json_output=True)
     assert done == 0
     assert len(sa1b.open(tmp_path / "root")) == 2
-
-
-def test_ids_of_two_files_with_the_same_numbers_are_hashes(tmp_path, capsys):
-    paths = [write(tmp_path / name, [{"id": "a", "file_name": "x.png"}]) for name in ("m.json", "n.json")]
-    with pytest.raises(SourceError, match=r"m\.json: the image 'x\.png' has the id 'a'.*--image-ids hash"):
-        discover(paths)
-    code = reshard(tuple(map(str, paths)), out=str(tmp_path / "root"), image_ids="hash", json_output=True)
-    assert code == 0
-    ids = sa1b.open(tmp_path / "root").table.image_id
-    assert len(set(ids.tolist())) == 2
-    assert (ids < 2**53).all()
 
 
 @pytest.mark.parametrize(
@@ -351,27 +347,20 @@ def test_strange_values_and_damaged_images_are_refused_or_have_defaults(tmp_path
     images = [{"id": number, "file_name": name} for number, name in enumerate(names, 1)]
     others = [{**one, "segmentation": [[True] * 3]}, {**one, "id": 8, "score": 10**400}]
     path = write(tmp_path / "m.json", images, [{**one, **strange}, *others])
-    (source,) = discover([path]).sources
-    found = {item.name: item for item in SourceReader(source).items() if isinstance(item, Member)}
-    assert [item.reason for item in found.values() if item.reason] == [
-        "bad_score",
-        "short_polygon",
-        "image_name",
-        "image_unreadable",
-    ]
-    (mask,) = json.loads(found["sa_1.json"].data)["annotations"]
+    assert reshard((str(path),), out=str(tmp_path / "root"), json_output=True) == 3
+    reasons = [line["reason"] for line in tiny.lines(tmp_path / "root", "m")]
+    assert sorted(reasons) == ["bad_score", "image_name", "image_unreadable", "short_polygon"]
+    (mask,) = tiny.read_back(tmp_path / "root")[1][1]["annotations"]
     assert (mask["predicted_iou"], mask["id"], mask["crop_box"]) == (1.0, -1, [0, 0, 8, 8])
 
 
 def test_an_image_that_changes_during_the_pass_is_detected(tmp_path):
-    path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}])
-    (source,) = discover([path]).sources
-    reader = SourceReader(source)
-    assert [item.name for item in reader.items() if isinstance(item, Member)] == ["sa_1.jpg", "sa_1.json"]
-    reader.check_unchanged()
-    saved(tmp_path / "x.png", photo(9, 9))
-    with pytest.raises(SourceError, match="changed while"):
-        reader.check_unchanged()
+    path, root = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}]), tmp_path / "root"
+    words = ["reshard", path, "--out", root]
+    done = run_changing(words, "sa1b-m-0000.tar", tmp_path / "x.png", b"?")  # when all is read
+    assert done.returncode == 1
+    assert "changed " in done.stdout
+    assert not list(root.glob("*.tar"))
 
 
 def test_annotations_need_a_few_bytes_each_until_their_image_is_read(tmp_path):
@@ -459,17 +448,14 @@ def test_replacing_a_source_reads_it_as_asked(tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path, capsys):
-    assert CocoOptions().max_pixels == MAX_IMAGE_PIXELS
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path):
     path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}, {"id": 2, "file_name": "y.png"}])
     saved(tmp_path / "y.png", Image.new("L", (9_000, 9_000)))
-    tracemalloc.start()
-    members = list(SourceReader(discover([path]).sources[0]).items())
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    (refused,) = (one for one in members if one.reason == "absurd_size")
-    assert "9000 x 9000 pixels; --max-pixels 81000000 takes it" in refused.detail
-    assert peak < 50e6
+    kit.flip(tmp_path, "y.png", 5000)  # so that it cannot be decoded
+    assert reshard((str(path),), out=str(tmp_path / "root"), json_output=True) == 3
+    (refused,) = tiny.lines(tmp_path / "root", "m")
+    assert refused["reason"] == "absurd_size"
+    assert "9000 x 9000 pixels; --max-pixels 81000000 takes it" in refused["message"]
 
 
 def test_the_time_of_bad_polygons_is_linear(tmp_path, monkeypatch):
@@ -484,11 +470,13 @@ def test_the_time_of_bad_polygons_is_linear(tmp_path, monkeypatch):
 
 
 def test_a_second_list_of_annotations_is_refused(tmp_path):
-    path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png", "annotations": []}])
-    assert discover([path]).sources  # not at the top
-    path.write_text(path.read_text().rstrip()[:-1] + ', "annotations": []}')
+    path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png", "annotations": []}])  # not at the top
+    text = path.read_text()
+    path.write_text(text.rstrip()[:-1] + ', "annotations": []}')
     with pytest.raises(SourceError, match="has the key 'annotations' more than once"):
-        discover([path])
+        reshard((str(path),), out=str(tmp_path / "root"))
+    path.write_text(text)
+    assert reshard((str(path),), out=str(tmp_path / "root")) == 0
 
 
 def test_a_file_that_is_truncated_while_it_is_read_ends_no_process(tmp_path):
@@ -614,10 +602,24 @@ def test_what_a_file_says_of_categories_and_annotations_comes_back(tmp_path, cap
     assert {one["category_id"] for one in every["annotations"] if one["image_id"] == 700} == {5}
 
 
-def test_an_image_becomes_the_same_jpeg_in_ingest_and_before_annotation(coco):
-    source = (coco / "photos" / "two.png").read_bytes()
-    (stored,) = (one.jpeg for one in sa1b.open(coco / "root") if one.image_id == 9)
-    assert read_image(InputImage("two.png", lambda: source), 1 << 24, 95).jpeg == stored
+def test_an_image_becomes_the_same_jpeg_in_ingest_and_before_annotation(coco, tmp_path):
+    stored = {one.image_id: one.jpeg for one in sa1b.open(coco / "root")}[9]
+    (tmp_path / "photos").mkdir()
+    shutil.copy(coco / "photos" / "two.png", tmp_path / "photos")
+    tiny_model = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 1, "heads": 2, "channels": 32}
+    model = Sam(ModelConfig(**tiny_model, global_blocks=(0,)))
+    write_weights(tmp_path / "sam.safetensors", model.state_dict())
+    words = (
+        "annotate",
+        tmp_path / "photos",
+        "--weights",
+        tmp_path / "sam.safetensors",
+        "--out",
+        tmp_path / "out",
+    )
+    few = ("--points-per-side", 2, "--min-predicted-iou", 0, "--min-stability", 0)
+    kit.run(*words, *few, "--quality", 95)
+    assert [path.read_bytes() for path in (tmp_path / "out").rglob("*.jpg")] == [stored]
 
 
 def test_an_image_with_several_phrases_is_stored_once_with_all_of_them(tmp_path: Path) -> None:

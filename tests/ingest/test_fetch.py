@@ -9,18 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 import sa1b
-from sa1b.ingest.fetch import fetch as fetch_images
-from sa1b.ingest.policy import IngestRun, Policy
-from sa1b.shards.documents import Options
-from sa1b.sources.stored_file import link_of
-from sa1b.storage.bucket import BucketStore
-from tests import processes
+from tests import kit, processes
 from tests.cli.verb import runner
+from tests.directories import bucket
 from tests.ingest.test_several_runs import files
 from tests.shards import tiny
 from tests.sources.strange_server import SECRET, StrangeServer
@@ -211,16 +207,26 @@ def test_after_an_interrupt_the_same_command_resumes(tmp_path: Path, downloads: 
 
 
 def test_a_bucket_gets_the_bytes_of_a_folder(tmp_path: Path, downloads: Path) -> None:
-    ids = np.array([212_562, 223_752], np.uint64)
-    url, scratch = f"local://{tmp_path}/bucket", tmp_path / "scratch"
-    store = BucketStore(url, scratch=scratch, options={"auto_mkdir": True})
-    for root in (store, tmp_path / "root"):
-        for wanted in (ids[:1], ids):  # the second run adds an image
-            summary = fetch_images(wanted, [downloads], root, Options(), Policy(), IngestRun(quiet=True))
-            assert (summary.exit_code(), summary.stored) == (0, len(wanted))
+    """Whatever the user has in the scratch folder stays there, old and new."""
+    url, scratch = bucket(tmp_path / "bucket", *FIRST), tmp_path / "scratch"
+    mine = [scratch / name for name in ("thesis/data/results.csv", "owner", ".partial/host-1/sa_1.tar")]
+    for path in mine:
+        kit.put(path.parent, path.name, b"mine")
+    (scratch / ".partial" / "empty").mkdir()
+    two_hours_ago = time.time() - 7200
+    for path in (*scratch.rglob("*"), scratch):
+        os.utime(path, (two_hours_ago, two_hours_ago))
+    before = {*scratch.rglob("*")}
+    for out, flags in ((url, ("--scratch", scratch)), (tmp_path / "root", ())):
+        for wanted in ((212_562,), (212_562, 223_752)):  # the second run adds an image
+            ids = write_ids(tmp_path / "ids.txt", *wanted)
+            assert kit.run("fetch", downloads, "--ids", ids, "--out", out, *flags, "--json").json[
+                "stored"
+            ] == len(wanted)
     assert files(tmp_path / "bucket") == files(tmp_path / "root")
-    assert not list(scratch.rglob("*"))
-    assert locate(f"local://{tmp_path}/bucket", 223_752).returncode == 0
+    assert {*scratch.rglob("*")} == before
+    assert [path.read_bytes() for path in mine] == [b"mine"] * 3
+    assert locate(url, 223_752).returncode == 0
 
 
 def test_an_index_of_the_same_tars(tmp_path: Path, downloads: Path) -> None:
@@ -288,7 +294,7 @@ def test_another_download_of_equal_size_and_time_is_searched_again(
     tmp_path: Path, downloads: Path, linked: bool
 ) -> None:
     tar, first = downloads / "sa_000019.tar", FIRST["sa_000019"]
-    ids = np.array([first, first + 2], np.uint64)
+    ids = write_ids(tmp_path / "ids.txt", first, first + 2)
 
     def download(*images: int) -> None:
         tiny.write_tar(tar, [one for i in images for one in tiny.pair_members(i)], False)
@@ -297,36 +303,17 @@ def test_another_download_of_equal_size_and_time_is_searched_again(
         os.utime(tar, (1e9, 1e9))
 
     def missing() -> tuple[list[int], list[str]]:
-        summary = fetch_images(ids, paths, tmp_path / "root", Options(), Policy(), run)
-        return summary.missing.tolist(), summary.work.done
+        done = kit.run("fetch", *words, "--ids", ids, "--out", tmp_path / "root", "--json", code=None).json
+        return done["missing"], done["read"]
 
     download(first, first + 1)
     with Service("range_server", tmp_path) as server:
-        links = (link_of(f"{server.url}/host/linked/{tar.name}"),) if linked else ()
-        run, paths = IngestRun(quiet=True, links=links), [] if linked else [tar]
+        (tmp_path / "links.txt").write_text(f"{tar.name}\t{server.url}/host/linked/{tar.name}?{LINKED}")
+        words = ("--links", tmp_path / "links.txt") if linked else (tar,)
         assert missing() == ([first + 2], ["sa_000019"])
         assert missing() == ([first + 2], [])
         download(first, first + 2)
         assert missing() == ([], ["sa_000019"])
-
-
-def test_files_of_the_user_in_the_spill_folder_stay(tmp_path: Path, downloads: Path) -> None:
-    spill = tmp_path / "spill"
-    mine = [spill / "thesis" / "data" / "results.csv", spill / "owner", spill / "host-1" / "sa_1.tar"]
-    for path in mine:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("mine")
-    (spill / "empty").mkdir()
-    two_hours_ago = time.time() - 7200
-    for path in (*spill.rglob("*"), spill, *downloads.iterdir()):
-        os.utime(path, (two_hours_ago, two_hours_ago))
-    ids, before = np.array([7, FIRST["sa_000019"]], np.uint64), {*spill.rglob("*"), *downloads.iterdir()}
-    for folder in (spill, downloads):
-        policy = Policy(spill=folder)
-        summary = fetch_images(ids, [downloads], tmp_path / "root", Options(), policy, IngestRun(quiet=True))
-        assert (summary.stored, summary.missing.tolist()) == (1, [7])
-        assert {*spill.rglob("*"), *downloads.iterdir()} == before
-        assert [path.read_text() for path in mine] == ["mine"] * 3
 
 
 def test_a_shard_of_an_earlier_part_that_is_gone_is_read_again(tmp_path: Path, downloads: Path) -> None:
@@ -370,3 +357,57 @@ def test_the_advice_for_a_part_repairs_it_and_takes_no_more(
     shards = {name: data for name, data in before.items() if name.startswith("sa1b-")}
     assert {name: data for name, data in files(root).items() if name.startswith("sa1b-")} == shards
     assert verify(root, "--deep").returncode == 0
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, range]:
+    """Of twelve tars of SA-1B's blocks of ids, from which a few are left out here and there, the first, one, the last."""
+    folder, first, found = tmp_path_factory.mktemp("blocks"), 5, {}
+    for number in range(12):
+        found[f"sa_{number:06d}"] = block = range(first, first + 11_186 - 7 * (number % 3))
+        tiny.make_tar(folder / f"sa_{number:06d}.tar", [block[0], block[100], block[-1]])
+        first = block[-1] + 1 + 3 * (number % 2)
+    found["folder"] = folder
+    return found
+
+
+@pytest.mark.parametrize(
+    ("places", "flags", "read"),
+    [
+        ([("sa_000003", 100), ("sa_000007", 0), ("sa_000007", -1), ("sa_000011", -1)], [], range(3, 7)),
+        ([("sa_000001", -1, 2)], [], range(1, 5)),  # in no tar: between two blocks
+        ([("sa_000011", -1, 10**9)], [], range(1, 3)),
+        ([("sa_000000", 0, -5)], [], range(1, 2)),
+        ([("sa_000004", 200)], [], range(1, 2)),  # within a block
+        ([("sa_000004", 200)], ["--search-all"], range(12, 13)),
+    ],
+)
+def test_few_other_tars_are_read_than_those_of_the_images(
+    tmp_path: Path, blocks: dict[str, Any], places: list[tuple[Any, ...]], flags: list[str], read: range
+) -> None:
+    wanted = [blocks[name][place] + sum(more) for name, place, *more in places]
+    ids = write_ids(tmp_path / "ids.txt", *wanted)
+    words = ("fetch", blocks["folder"], "--ids", ids, "--out", tmp_path / "root", "--json")
+    there = [] if len(places) == 1 else wanted
+    done = kit.run(*words, *flags, code=0 if there else 3).json
+    assert (sorted({*wanted} - {*there}), len(there)) == (done["missing"], done["stored"])
+    assert len(done["read"]) in read
+    assert len(done["read"]) == len({*done["read"]})
+    if there:
+        assert {name for name, *_ in places} <= {*done["read"]}
+
+
+def test_tars_of_other_blocks_are_searched_and_names_without_a_number_always(tmp_path: Path) -> None:
+    for name, ids in {
+        "sa_000000": [20, 21],
+        "sa_000001": [1],
+        "sa_000002": [10, 12],
+        "x": [90],
+        "y": [7],
+    }.items():
+        tiny.make_tar(tmp_path / "in" / f"{name}.tar", ids)
+    ids = write_ids(tmp_path / "ids.txt", 21, 1, 12, 90)
+    words = ("fetch", tmp_path / "in", "--ids", ids, "--out", tmp_path / "root", "--json")
+    assert {90, 21} <= {*range(100)} - {*kit.run(*words, code=None).json["missing"]}
+    assert kit.run(*words, "--search-all").json["missing"] == []
+    assert stored(tmp_path / "root") == [1, 12, 21, 90]

@@ -10,7 +10,7 @@ import pytest
 import sa1b
 from sa1b.arguments import BadType, BadValue
 from sa1b.errors import UsageError
-from sa1b.ingest import verb_reshard
+from tests import kit
 from tests.cli.verb import called
 
 
@@ -69,33 +69,21 @@ def test_a_wrong_option_is_named(
     assert not (tmp_path / "root").exists()
 
 
-def test_an_interruption_ends_the_caller_too(
-    tar: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object, **named: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("sa1b.ingest.reshard.work_through", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        sa1b.reshard(tar, tmp_path / "root", quiet=True)
+def test_an_interruption_ends_the_caller_too(tar: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with kit.fault(root, 2, kit.interrupt), pytest.raises(KeyboardInterrupt):
+        sa1b.reshard(tar, root, quiet=True)
+    assert sa1b.reshard(tar, root, quiet=True).skipped == ["sa_000001"]
 
 
-def test_every_type_of_an_option_can_be_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-    result = verb_reshard.Resharded(0, 0, 0, 0, [], [], {}, {}, "")
-    hints = dict(verb_reshard._converted.__annotations__)
-
-    def noted(*values: Any, **options: Any) -> verb_reshard.Resharded:
-        seen.update(options)
-        return result
-
-    noted.__annotations__ = hints
-    monkeypatch.setattr(verb_reshard, "_converted", noted)
-    sa1b.reshard(
-        "a", "b", scratch="c", rename=("x=y",), redo="n", max_rate=3, image_size=None, address="auto"
-    )
-    expected = {"scratch": Path("c"), "rename": ("x=y",), "redo": ("n",), "max_rate": 3.0, "image_size": None}
-    assert {name: seen[name] for name in expected} == expected
+def test_every_type_of_an_option_can_be_passed(tar: Path, tmp_path: Path) -> None:
+    (tmp_path / "root" / "tasks").mkdir(parents=True)
+    url, options = f"local://{tmp_path}/root", {"max_rate": 3, "image_size": None, "quiet": True}
+    accept = ("area", "bbox")
+    made = sa1b.reshard([str(tar)], url, scratch=str(tmp_path / "scratch"), accept=accept, **options)
+    assert made.exit_code == 0
+    dropped = sa1b.reshard((), url, scratch=tmp_path / "scratch", drop="sa_000001", quiet=True)
+    assert dropped.images == 0
 
 
 def test_a_script_needs_no_guard(tar: Path, tmp_path: Path) -> None:

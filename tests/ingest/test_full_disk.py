@@ -10,17 +10,7 @@ from typing import Any
 
 import pytest
 
-from sa1b.errors import UsageError
-from sa1b.ingest.finish import drop_source
-from sa1b.ingest.start_checks import check_space
-from sa1b.shards import commit
-from sa1b.shards.documents import Options
-from sa1b.shards.manifest import known_tasks
-from sa1b.sources.discovery import discover
-from sa1b.sources.source import Source
-from sa1b.sources.tar_reader import TAR
-from sa1b.verify.verify import verify
-from tests import processes
+from tests import kit, processes
 from tests.shards import tiny
 
 REPOSITORY = Path(__file__).parents[2]
@@ -56,31 +46,31 @@ def test_dropping_a_source_needs_no_free_disk(small_disk: Path, tmp_path: Path) 
     assert reshard(tmp_path / "in", "--out", root, "--no-space-check").returncode == 0
     for left in (["sa_000000", "sa_000002"], ["sa_000002"], []):
         fill(small_disk)
-        (name,) = known_tasks(root).keys() - left
-        done = reshard("--out", root, "--drop", name)
-        assert done.returncode == 0, done.stderr
-        assert list(known_tasks(root)) == left
+        (name,) = {path.stem for path in root.glob("tasks/*.json")} - {*left}
+        kit.run("reshard", "--out", root, "--drop", name)
+        assert sorted(path.stem for path in root.glob("tasks/*.json")) == left
         if left:
-            report = verify(root, quiet=True)
-            assert (report.images, report.findings, report.notes) == (5 * len(left), [], [])
+            assert checked(root) == (5 * len(left), [], [])
     assert sorted(root.rglob("*.*")) == []
 
 
-def test_a_drop_on_a_full_disk_that_is_interrupted_is_completed(
-    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def checked(root: Path) -> tuple[object, ...]:
+    report = kit.run("verify", root, "--json").json
+    return report["images"], report["findings"], report["notes"]
+
+
+def test_a_drop_on_a_full_disk_that_is_interrupted_is_completed(small_disk: Path, tmp_path: Path) -> None:
     for number in range(2):
         tiny.make_tar(tmp_path / "in" / f"sa_0000{number:02d}.tar", range(100 * number, 100 * number + 5))
     root = small_disk / "root"
     assert reshard(tmp_path / "in", "--out", root, "--no-space-check").returncode == 0
     fill(small_disk)
-    with monkeypatch.context() as patch:
-        patch.setattr(commit, "write_table", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            drop_source(root, "sa_000001")
+    words = ("reshard", "--out", root, "--drop", "sa_000001")
+    # Before the first file that takes space gets its name.
+    assert kit.started(*words, base=root, at=1, what=kit.interrupt).wait(60)
     assert not list(root.glob("sa1b-000001-*"))
-    assert list(drop_source(root, "sa_000001").tasks) == ["sa_000000"]
-    assert (verify(root, quiet=True).images, verify(root, quiet=True).findings) == (5, [])
+    kit.run(*words)
+    assert checked(root) == (5, [], [])
 
 
 def fill(disk: Path) -> None:
@@ -90,19 +80,31 @@ def fill(disk: Path) -> None:
     assert disk_usage(disk).free == 0
 
 
-def interrupted(*arguments: object) -> None:
-    raise KeyboardInterrupt
-
-
-def source(path: Path, size: int) -> Source:
-    path.write_bytes(tiny.gzip_bytes(b""))
-    (found,) = discover([path]).sources
-    return Source(found.name, path, TAR, size, found.mtime_ns)
-
-
-def test_what_smaller_images_need_is_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 8 * 10**9})())
-    one = source(tmp_path / "sa_000001.tar", 10**10)
-    with pytest.raises(UsageError, match=r"8,000 MB free, about 14,000.0 MB needed.*--no-space-check"):
-        check_space([one], tmp_path, Options(), tmp_path, workers=1)
-    check_space([one], tmp_path, Options(image_size=1024, quality=95), tmp_path, workers=1)
+@pytest.mark.parametrize(
+    ("free", "options", "flag"),
+    [
+        (3.0, {}, "--out"),
+        (3.0, {"image_size": 1024}, ""),
+        (3.0, {"annotations_only": True}, ""),
+        (0.6, {"annotations_only": True, "keep_json": True}, "--out"),
+        (0.6, {"annotations_only": True}, ""),
+        (3.0, {"scratch": "scratch", "workers": 1}, ""),  # at a URL: for the sources in work only
+        (3.0, {"scratch": "scratch", "workers": 3}, "--scratch"),
+    ],
+)
+def test_space_is_needed_for_what_is_written_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, options: dict[str, Any], flag: str
+) -> None:
+    """`free`: in sizes of one of the three tars."""
+    tars = [tmp_path / "in" / f"sa_00000{number}.tar" for number in range(3)]
+    for number, tar in enumerate(tars):
+        tiny.make_tar(tar, range(10 * number, 10 * number + 5), gzip=False)
+    (tmp_path / "root" / "tasks").mkdir(parents=True)
+    out, words = tmp_path / "root", kit.flags(options)
+    if "scratch" in options:
+        out, words[1] = f"local://{tmp_path}/root", tmp_path / "scratch"
+    usage = type("Usage", (), {"free": int(free * tars[0].stat().st_size)})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    done = kit.run("reshard", *tars, "--out", out, *words, code=None)
+    assert ("MB free" in done.err) == bool(flag), done.err
+    assert flag in done.err

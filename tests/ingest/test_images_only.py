@@ -19,13 +19,9 @@ import simplejpeg
 from PIL import Image
 
 import sa1b
-from sa1b.errors import NoPairError, SourceError, UsageError
-from sa1b.ingest.ingest import ingest
-from sa1b.ingest.policy import Policy
-from sa1b.shards.documents import Options
-from sa1b.sources.discovery import discover, formats_with
-from sa1b.sources.images import ImageFolder
+from sa1b.errors import SourceError, UsageError
 from tests import kit
+from tests.ingest.at_open import run_changing
 from tests.shards.tiny import resharded as main
 from tests.train.command import start
 from tests.verify.checking import check as verify
@@ -305,13 +301,16 @@ def test_the_output_in_the_folder_of_images_and_folders_of_the_system_contain_no
     assert summary["not_taken"] == [{"path": str(photos / "shards"), "reason": why}]
 
 
-def test_the_output_of_another_source_in_the_folder_is_no_change_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("added", "code"), [("shards/quarantine/b/1.jpg", 3), ("new.jpg", 1)])
+def test_the_output_of_another_source_in_the_folder_is_no_change_of_it(
+    tmp_path: Path, added: str, code: int
+) -> None:
     photos = written(tmp_path / "photos", {"a.jpg": FILES["a.jpg"]})
-    source = discover([photos], formats=formats_with(ImageFolder(1 << 24))).sources[0]
-    reading = source.format.open(source, md5=False, progress=None)
-    assert len([*reading.items()]) == 2
-    written(photos / "shards", {".options.json": b"{}", "tasks/b.json": b"{}", "quarantine/b/1.jpg": b"x"})
-    reading.check_unchanged()
+    written(photos / "shards", {".options.json": b"{}", "tasks/b.json": b"{}"})  # is listed as not taken: 3
+    words = ["reshard", photos, "--images-only", "--out", tmp_path / "root"]
+    done = run_changing(words, "a.jpg", photos / added, b"x")
+    assert done.returncode == code, done.stdout + done.stderr
+    assert (photos / added).exists()
 
 
 def test_names_are_found_in_the_composed_and_the_decomposed_form_of_unicode(tmp_path: Path) -> None:
@@ -345,15 +344,12 @@ def test_rows_without_a_name_have_their_number_and_other_files_are_refused(
 
 
 def test_a_run_without_the_flag_names_it(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="--images-only"):
-        discover([written(tmp_path / "photos", {"a.jpg": FILES["a.jpg"]})])
-    with pytest.raises(SourceError, match="holds no image, no tar and no Parquet file .found"):
-        discover([written(tmp_path / "none", {"x/y": b"y"})], formats=formats_with(ImageFolder(1)))
-    source = discover([tar_of(tmp_path / "web.tar", {"0.jpg": FILES["a.jpg"]})]).sources[0]
-    with pytest.raises(
-        NoPairError, match="unexpected_name: 1; for images without annotations, pass --images-only"
-    ):
-        ingest(source, tmp_path / "root", Options(), Policy())
+    web = tar_of(tmp_path / "web.tar", {"0.jpg": FILES["a.jpg"]})
+    for source in (written(tmp_path / "photos", {"a.jpg": FILES["a.jpg"]}), web):
+        done = kit.run("reshard", source, "--out", tmp_path / "root", code=1 if source == web else 2)
+        assert "--images-only" in done.out + done.err
+    with pytest.raises(SourceError, match="holds no image, no tar and no Parquet file"):
+        reshard(written(tmp_path / "none", {"x/y": b"y"}), tmp_path / "root")
 
 
 def test_the_flag_is_part_of_how_a_source_is_read_and_of_its_repair(tmp_path: Path) -> None:

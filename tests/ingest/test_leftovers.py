@@ -1,6 +1,8 @@
 """What a loss of power or a killed process leaves in a dataset directory is removed by the next run."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -9,127 +11,155 @@ from typing import Any
 
 import pytest
 
-from sa1b.cli import main
-from sa1b.shards.documents import Options
-from sa1b.shards.staging import make_staging, remove_leftovers, remove_staging_of, staging_place
-from sa1b.storage.atomic import temporary_path, this_machine, this_process
-from sa1b.storage.claim import Holder
-from sa1b.storage.open import open_store
+import sa1b
+from sa1b.shards.staging import make_staging, remove_leftovers
 from sa1b.storage.store import FolderStore
-from sa1b.verify.verify import verify
-from tests.shards.tiny_source import make_root, pairs, write_source
+from tests import kit
+from tests.directories import bucket
+from tests.kit import put, run
+from tests.shards.tiny_source import pairs, write_source
 
 LONG_AGO = 6 * 3600  # seconds
+OTHER = "0" * 12  # a machine
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    sources = [
+        write_source(folder / f"sa_00000{number}.tar", pairs(range(100 * number, 100 * number + 4)))
+        for number in (1, 9)
+    ]
+    with kit.fault(folder, 0, kit.nothing) as changes:
+        names = list[str]()
+        changes.before = lambda _, source: names.append(source)
+        sa1b.reshard(sources[0], folder / "root", images_per_shard=2, quiet=True)
+    found = {one[1] for name in names if (one := re.search(r"\.(\w+)-\d+-[0-9a-f]{8}\.partial$", name))}
+    (folder / "machine").write_text(*found)
+    return folder
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    source = write_source(tmp_path / "sa_000001.tar", pairs(range(100, 104)))
-    return make_root(tmp_path / "root", [source], Options(images_per_shard=2))
+def root(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made / "root", tmp_path / "root")
+
+
+@pytest.fixture
+def live(made: Path) -> str:
+    """The name of this process in names of files."""
+    return f"{(made / 'machine').read_text()}-{os.getpid()}"
+
+
+@pytest.fixture
+def ended(live: str) -> str:
+    """The name of a process of this machine that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return f"{live.partition('-')[0]}-{process.pid}"
 
 
 def aged(path: Path, seconds: float) -> None:
     for one in [*path.rglob("*"), path]:
         then = time.time() - seconds
-        os.utime(one, (then, then))
+        os.utime(one, (then, then), follow_symlinks=False)
 
 
-def staging_of(process: str, parent: Path) -> Path:
+def staging_of(process: str, parent: Path, end: str = "0" * 16) -> Path:
     """A staging folder with a shard, as a process of this name makes it."""
-    folder = make_staging(parent)
-    other = folder.rename(parent / f"staging-{process}-{folder.name[-16:]}")
-    (other / "owner").write_text((other / "owner").read_text().replace(folder.name, other.name))
-    (other / "sa_000009").mkdir()
-    (other / "sa_000009" / "sa1b-000009-0000.tar").touch()
-    return other
+    folder = parent / f"staging-{process}-{end}"
+    put(folder, "owner", f"This folder was made by sa1b: {folder.name}\n".encode())
+    put(folder, "sa_000009/sa1b-000009-0000.tar", b"half")
+    return folder
 
 
-def ended() -> str:
-    """The name of a process of this machine that has ended."""
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return this_process(process.pid)
+def again(made: Path, root: object, *flags: object) -> None:
+    """The command that made the directory."""
+    run("reshard", made / "sa_000001.tar", "--images-per-shard", 2, "--out", root, *flags)
 
 
-@pytest.mark.parametrize(
-    "words", ["reshard --finish --out", "reshard --drop sa_000001 --out", "index", "index --tables"]
-)
+@pytest.mark.parametrize("words", ["reshard", "reshard --drop sa_000001", "index", "index --tables"])
 def test_temporary_files_of_killed_commands_are_listed_and_removed_by_the_next(
-    root: Path, words: str
+    made: Path, root: Path, words: str, live: str, ended: str
 ) -> None:
-    process = ended()
     left = [".dataset.json", "tasks/.sa_000001.json", "views/.mine.json", ".samples"]
-    left = [f"{name}.{process}-01234567.partial" for name in left]
-    mine, live = root / "tasks/.mine.partial", temporary_path(root / "dataset.json")
-    (root / "views").mkdir()
-    (root / left[-1]).mkdir()
-    for path in (*(root / name for name in left[:-1]), root / left[-1] / "samples", mine, live):
-        path.write_bytes(b"half")
-    notes = "\n".join(verify(root, quiet=True).notes)
+    left = [f"{name}.{ended}-01234567.partial" for name in left]
+    kept = ["tasks/.mine.partial", f".dataset.json.{live}-01234567.partial"]
+    kept += [".notes.partial", "tasks/.mine.txt.old-7.partial"]
+    for path in (*left[:-1], f"{left[-1]}/samples", *kept):
+        put(root, path, b"half")
+    notes = "\n".join(run("verify", root, "--json").json["notes"])
     assert [name for name in left if name not in notes] == []
-    with pytest.raises(SystemExit) as ended_with:
-        main([*words.split(), str(root)])
-    assert ended_with.value.code in (0, None)
+    again(made, root) if words == "reshard" else run(*words.split(), *["--out"] * ("reshard" in words), root)
     assert [name for name in left if (root / name).exists()] == []
-    assert mine.exists()
-    assert live.exists()
+    assert [name for name in kept if not (root / name).exists()] == []
 
 
 @pytest.mark.parametrize(("age", "stays"), [(60, True), (LONG_AGO, False)])
-def test_staging_of_another_machine_is_removed_once_nobody_writes_to_it(
-    root: Path, age: float, stays: bool
+def test_files_of_another_machine_are_removed_once_nobody_writes_to_them(
+    made: Path, root: Path, age: float, stays: bool
 ) -> None:
     # The number of this process: a machine that was started again gives out old numbers again.
-    folder = staging_of(f"{'0' * 12}-{os.getpid()}", root / ".partial")
+    folder = staging_of(f"{OTHER}-{os.getpid()}", root / ".partial")
+    names = [f"{name}.{OTHER}-7-0123abcd.partial" for name in (".dataset.json", "tasks/.sa_1.json")]
+    names.append("tasks/sa_1.claim")
+    for name in names:
+        put(root, name, b"")
+        aged(root / name, age)
     aged(folder, age)
-    remove_leftovers(root)
-    assert folder.exists() == stays
+    again(made, root)
+    assert [path.exists() for path in (folder, *(root / name for name in names))] == [stays] * 4
 
 
 @pytest.mark.parametrize("owner", [None, b"", b"This folder was m", b"\0" * 20])
 def test_a_process_killed_before_its_owner_file_was_whole_leaves_nothing(
-    root: Path, owner: bytes | None
+    made: Path, root: Path, owner: bytes | None, ended: str
 ) -> None:
-    folder = root / ".partial" / f"staging-{ended()}-{'0' * 16}"
+    folder = root / ".partial" / f"staging-{ended}-{'0' * 16}"
     folder.mkdir(parents=True)
     if owner is not None:
         (folder / "owner").write_bytes(owner)
-    remove_leftovers(root)
+    again(made, root)
     assert not folder.parent.exists()
 
 
 @pytest.mark.parametrize("age", [0, LONG_AGO])
 def test_only_folders_with_a_valid_owner_file_are_removed_from_a_folder_of_the_user(
-    root: Path, tmp_path: Path, age: float
+    made: Path, root: Path, tmp_path: Path, age: float, live: str, ended: str
 ) -> None:
-    spill = tmp_path / "scratch"
-    store, place = open_store(root), staging_place(open_store(root), spill)
-    process = ended()
-    own, live = staging_of(process, place), make_staging(place)
-    kept = ["thesis/data/results.csv", f"host-{os.getpid()}/results.csv", ".sa1b-spill/notes/owner"]
-    kept += [f"staging-{process}-{'1' * 16}/owner", f".sa1b-spill/staging-{process}-{'2' * 16}/results.csv"]
-    kept += [f".sa1b-spill/staging-{process}-{'3' * 16}/{name}" for name in ("owner", "results.csv")]
+    scratch = tmp_path / "scratch"
+    place = scratch / ".partial"
+    own, other = staging_of(ended, place), staging_of(live, place)
+    kept = ["thesis/data/results.csv", f"host-{os.getpid()}/results.csv", ".partial/notes/owner"]
+    kept += [f"staging-{ended}-{'1' * 16}/owner", f".partial/staging-{ended}-{'2' * 16}/results.csv"]
+    kept += [f".partial/staging-{ended}-{'3' * 16}/{name}" for name in ("owner", "results.csv")]
     for name in kept:
-        (spill / name).parent.mkdir(parents=True, exist_ok=True)
-        (spill / name).write_text(process)
-    (spill / "empty").mkdir()
+        put(scratch, name, ended.encode())
+    (scratch / "empty").mkdir()
     (place / own.name.replace("staging", "other")).symlink_to(tmp_path)
-    (place / f"staging-{process}-{'4' * 16}").symlink_to(spill / "thesis")
-    (root / ".notes.partial").touch()
-    (root / "tasks" / ".mine.txt.old-7.partial").touch()
-    aged(spill, age)
-    aged(root, age)
-    remove_leftovers(store, spill)
-    assert [name for name in kept if not (spill / name).is_file()] == []
-    assert (spill / "empty").is_dir()
-    assert live.is_dir()
+    (place / f"staging-{ended}-{'4' * 16}").symlink_to(scratch / "thesis")
+    aged(scratch, age)
+    again(made, bucket(root, "sa_000001"), "--scratch", scratch)
+    assert [name for name in kept if not (scratch / name).is_file()] == []
+    assert (scratch / "empty").is_dir()
+    assert other.is_dir()
     assert not own.exists()
-    assert (root / ".notes.partial").exists()
-    assert (root / "tasks" / ".mine.txt.old-7.partial").exists()
 
 
-def test_containers_of_one_host_name_and_number_do_not_share_a_folder(tmp_path: Path) -> None:
-    assert make_staging(tmp_path) != make_staging(tmp_path)
+@pytest.mark.parametrize("host", [OTHER, "../../precious", "/precious", "..", "", "unknown", "this machine"])
+def test_what_a_taken_over_process_staged_is_removed_and_nothing_outside(
+    made: Path, root: Path, tmp_path: Path, host: str, live: str
+) -> None:
+    outside = tmp_path / "precious-7"
+    outside.mkdir()
+    staged, other = staging_of(f"{OTHER}-7", root / ".partial"), staging_of(live, root / ".partial")
+    process = live if host == "this machine" else f"{host}-7"
+    claim = {"host": "node7", "pid": 7, "process": process, "token": "theirs"}
+    put(root, "tasks/sa_000009.claim", json.dumps(claim).encode())
+    aged(root / "tasks" / "sa_000009.claim", 600)
+    run("reshard", made / "sa_000009.tar", "--images-per-shard", 2, "--out", root)
+    assert staged.exists() == (host != OTHER)
+    assert outside.exists()
+    assert other.exists()
 
 
 def test_another_command_may_remove_the_folder_of_staging_at_any_moment(
@@ -137,7 +167,7 @@ def test_another_command_may_remove_the_folder_of_staging_at_any_moment(
 ) -> None:
     """`.partial` goes away before its clock is read, and again before this process has its folder in it."""
     partial = root / ".partial"
-    staging_of(f"{'0' * 12}-1", partial)
+    staging_of(f"{OTHER}-1", partial)
     now, mkdir = FolderStore.now, Path.mkdir
 
     def now_without(store: FolderStore, folder: str = "") -> float:
@@ -161,9 +191,9 @@ def test_another_command_may_remove_the_folder_of_staging_at_any_moment(
 
 
 def test_a_process_may_remove_its_folder_while_another_one_looks_into_it(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch, ended: str
 ) -> None:
-    folder = staging_of(ended(), root / ".partial")
+    folder = staging_of(ended, root / ".partial")
     scandir = os.scandir
 
     def late(path: Any = ".") -> Any:
@@ -174,31 +204,3 @@ def test_a_process_may_remove_its_folder_while_another_one_looks_into_it(
     monkeypatch.setattr(os, "scandir", late)
     remove_leftovers(root)
     assert not folder.exists()
-
-
-def test_temporary_files_and_claims_of_before_are_removed(root: Path) -> None:
-    names = [".dataset.json", "tasks/.sa_1.json"]
-    names = [*(f"{name}.{'0' * 12}-7-0123abcd.partial" for name in names), "tasks/sa_1.claim"]
-    for name in names:
-        (root / name).touch()
-        aged(root / name, LONG_AGO)
-    own = temporary_path(root / "tasks" / "sa_2.json")
-    own.touch()
-    remove_leftovers(root)
-    assert [name for name in names if (root / name).exists()] == []
-    assert own.exists()
-
-
-@pytest.mark.parametrize(
-    "host", ["0" * 12, "../../precious", "/precious", "..", "", "unknown", this_machine()]
-)
-def test_what_a_taken_over_process_staged_is_removed_and_nothing_outside(tmp_path: Path, host: str) -> None:
-    root, outside = tmp_path / "a" / "root", tmp_path / "precious-7"
-    outside.mkdir()
-    staged, live = (staging_of(process, root / ".partial") for process in (f"{'0' * 12}-7", this_process()))
-    remove_staging_of(
-        Holder("node7", 7, f"{host}-{os.getpid() if host == this_machine() else 7}", "token", 1000.0), root
-    )
-    assert staged.exists() == (host != "0" * 12)
-    assert outside.exists()
-    assert live.exists()

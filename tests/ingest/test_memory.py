@@ -1,5 +1,6 @@
 """Memory of a worker is bounded by bytes, whatever a legal pair holds; running out of it is an error with a message."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +9,10 @@ import cv2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import simplejpeg
-import zstandard
 
-from sa1b.errors import OutOfMemoryError
 from sa1b.ingest.ingest import limit_threads
-from sa1b.shards import index, jpeg, record
+from sa1b.shards import index
+from tests import processes
 from tests.ingest import inside
 from tests.ingest.dense_pairs import RUNS, write_dense
 from tests.shards import tiny
@@ -52,16 +51,17 @@ def test_pairs_of_millions_of_runs_stay_below_what_a_worker_may_take(images, tmp
 def test_a_worker_without_memory_says_so_and_leaves_nothing(tmp_path):
     dense = write_dense(tmp_path / "sa_000001.tar", 3)
     said, errors = ingest_apart(dense, tmp_path / "root", growth=60)
-    assert said.startswith(f"OutOfMemoryError: {dense}: out of memory: ")
+    assert said.startswith(f"{dense}: out of memory: ")
     assert "--workers" in said
     assert "ulimit -v" in said
     assert errors == ""
-    assert [path for path in (tmp_path / "root").rglob("*") if path.is_file()] == []
+    left = [path.name for path in (tmp_path / "root").rglob("*") if path.is_file()]
+    assert left == ["sa_000001.failed"]
 
 
 def test_usual_images_stand_128_to_a_row_group(tmp_path):
     path = tiny.write_tar(tmp_path / "sa_000020.tar", tiny.pairs(range(300)))
-    inside.ingest_tar(path, tmp_path / "root")
+    tiny.ingest_tar(path, tmp_path / "root")
     (file,) = (tmp_path / "root").glob("*.parquet")
     found = pq.read_metadata(file)
     assert [found.row_group(i).num_rows for i in range(found.num_row_groups)] == [128, 128, 44]
@@ -93,30 +93,38 @@ def test_what_waits_for_a_row_group_is_its_columns_only(tmp_path, monkeypatch):
     assert set(kept) == set(index.schema(()).names)
 
 
-@pytest.mark.parametrize("options", [{"decode_images": True}, {"image_size": 16}], ids=["decode", "scale"])
-@pytest.mark.parametrize("where", ["decoder", "scaling", "compressor"])
-def test_a_decoder_without_memory_is_no_verdict_on_the_image(tmp_path, monkeypatch, where, options):
+@pytest.mark.parametrize(
+    ("where", "error", "flags"),
+    [
+        ("simplejpeg.decode_jpeg", 'ValueError("Insufficient memory (case 4)")', "--decode-images"),
+        ("simplejpeg.decode_jpeg", 'ValueError("Insufficient memory (case 4)")', "--image-size 16"),
+        ("cv2.resize", 'cv2.error("(-4:Insufficient memory) Failed to allocate")', "--image-size 16"),
+        ("zstandard.ZstdCompressor", 'zstandard.ZstdError("not enough memory")', ""),
+    ],
+)
+def test_a_decoder_without_memory_is_no_verdict_on_the_image(tmp_path, where, error, flags):
     """libjpeg, OpenCV and zstandard each have their own way to say that they get no memory."""
-
-    def fails(error):
-        def fail(*arguments, **options):
-            raise error
-
-        return fail
-
-    if where == "decoder":
-        monkeypatch.setattr(simplejpeg, "decode_jpeg", fails(ValueError("Insufficient memory (case 4)")))
-    elif where == "scaling":
-        monkeypatch.setattr(
-            jpeg.cv2, "resize", fails(cv2.error("(-4:Insufficient memory) Failed to allocate"))
-        )
-        options = {"image_size": 16}
-    else:
-        compressor = type("Compressor", (), {"compress": fails(zstandard.ZstdError("not enough memory"))})()
-        monkeypatch.setattr(record, "_compressor", lambda: compressor)
     path = tiny.write_tar(tmp_path / "sa_000020.tar", tiny.pairs(range(3)))
-    with pytest.raises(OutOfMemoryError, match="sa_000020.tar: out of memory"):
-        inside.ingest_tar(path, tmp_path / "root", **options)
+    words = ["reshard", str(path), "--out", str(tmp_path / "root"), "--json", *flags.split()]
+    program = f"""
+from tests import forked_workers, kit
+import cv2, simplejpeg, zstandard
+
+forked_workers.use_fork()
+
+def fail(*arguments, **options):
+    raise {error}
+
+if {where!r} == "zstandard.ZstdCompressor":
+    zstandard.ZstdCompressor = lambda **options: type("Compressor", (), {{"compress": fail}})()
+else:
+    {where} = fail
+kit.main({words})
+"""
+    run = subprocess.run if "Compressor" in where else processes.run  # whose server has a compressor already
+    done = run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["failed"]["sa_000020"].startswith(f"{path}: out of memory")
 
 
 def test_a_worker_keeps_the_thread_pools_of_opencv_and_arrow_at_one():

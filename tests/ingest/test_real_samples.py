@@ -15,8 +15,6 @@ from pycocotools import mask as pycocotools
 
 import sa1b
 import sa1b.masks
-from sa1b.masks import raster
-from sa1b.shards import annotation
 from tests.shards import tiny
 
 FOLDER = Path(os.environ.get("SA1B_REAL_SAMPLES", Path(__file__).parents[3] / "shared" / "real"))
@@ -56,17 +54,16 @@ def test_annotation_files_come_back_unchanged(tmp_path: Path) -> None:
         assert sample.annotations.text is None
 
 
-def test_masks_equal_pycocotools() -> None:
-    for path in ANNOTATIONS:
-        text = path.read_bytes()
-        parsed = annotation.parse_annotation(text, json.loads(text)["image"]["image_id"])
-        rles = [mask["segmentation"] for mask in json.loads(text)["annotations"]]
-        dense = pycocotools.decode(rles).transpose(2, 0, 1)
-        assert (raster.rasterize(parsed.runs) == dense).all()
-        assert (
-            sa1b.masks.area(parsed.runs) == [mask["area"] for mask in json.loads(text)["annotations"]]
-        ).all()
-        assert [m.decode() for m in sa1b.masks.encode(parsed.runs)] == [rle["counts"] for rle in rles]
+def test_masks_equal_pycocotools(tmp_path: Path) -> None:
+    found = {json.loads(text)["image"]["image_id"]: text for text in map(Path.read_bytes, ANNOTATIONS)}
+    pairs = [one for i, text in found.items() for one in tiny.pair_members(i, jpeg_for(text), text)]
+    tiny.ingest_tar(tiny.write_tar(tmp_path / "sa_000020.tar", pairs), tmp_path / "root")
+    for sample in sa1b.open(tmp_path / "root"):
+        masks, runs = json.loads(found[sample.image_id])["annotations"], sample.annotations.runs()
+        rles = [mask["segmentation"] for mask in masks]
+        assert (sa1b.masks.rasterize(runs) == pycocotools.decode(rles).transpose(2, 0, 1)).all()
+        assert (sa1b.masks.area(runs) == [mask["area"] for mask in masks]).all()
+        assert [one.decode() for one in sa1b.masks.encode(runs)] == [rle["counts"] for rle in rles]
 
 
 @pytest.mark.parametrize("name", ["sav_000001_auto.json", "coco_fakesegm100.json"])

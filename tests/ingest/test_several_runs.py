@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import sa1b
-from sa1b.shards.manifest import read_tasks
 from tests import processes
 from tests.shards import tiny
 
@@ -237,25 +236,3 @@ def test_a_source_can_be_taken_under_another_name(tars: Path, tmp_path: Path) ->
     assert ended(start(other, root, "--rename", f"{other}=second"))["done"] == ["second"]
     assert sorted(sa1b.open(root).manifest["sources"]) == ["sa_000001", "second"]
     assert len(sa1b.open(root)) == 50
-
-
-def test_finishing_takes_the_names_that_the_runs_gave(tmp_path: Path) -> None:
-    """--finish with the arguments of the runs lists no other source as pending."""
-    folder = tmp_path / "in"
-    for name, first in (("a", 1), ("b", 10), ("left", 20)):
-        tiny.make_tar(folder / f"{name}.tar", range(first, first + 2))
-    given = [
-        str(folder),
-        "--rename",
-        f"{folder / 'a.tar'}=other",
-        "--ignore",
-        "left*",
-        "--out",
-        str(tmp_path / "root"),
-    ]
-    for extra in (["--task", "0/2"], ["--task", "1/2"], ["--finish", "--json"]):
-        line = [sys.executable, "tools/reshard.py", *given, *extra]
-        done = processes.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        assert done.returncode in (0, 3), done.stderr
-    assert json.loads(done.stdout)["pending"] == []
-    assert sorted(read_tasks(tmp_path / "root")) == ["b", "other"]

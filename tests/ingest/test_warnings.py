@@ -3,17 +3,10 @@
 import itertools
 import json
 import math
-import os
-import stat
-from pathlib import Path
 
 import pytest
 
-from sa1b.shards import annotation
-from sa1b.shards.annotation_columns import MAX_LISTED_MASKS
-from tests.ingest import inside
 from tests.ingest.bad_pairs import BAD, GOOD, mask_changed, typed
-from tests.shards import tiny
 from tests.shards.tiny import document, encode, pair, pair_members, pairs
 
 
@@ -48,40 +41,36 @@ def test_thousands_of_wrong_masks_are_counted_and_the_first_thousand_listed(bad_
     assert set(lines) == {"type_area", "type_bbox", "area", "bbox"}
     for line in lines.values():
         assert line["mask_count"] == 2000
-        assert line["masks"] == list(range(MAX_LISTED_MASKS))
+        assert line["masks"] == list(range(1000))
         assert len(line["message"]) < 600
 
 
-@pytest.mark.parametrize("wrong", [None, "x", [], {}, True, [[]], [None] * 4, {"a": 1}, [10**300] * 4])
-@pytest.mark.parametrize("key", [key for key in document(BAD)["annotations"][0] if key != "segmentation"])
-def test_two_hundred_masks_of_a_wrong_type_are_a_warning(key, wrong):
-    found = document(BAD)
-    found["annotations"] = [found["annotations"][0] | {key: wrong}] * 200
-    warnings = annotation.parse_annotation(encode(found), BAD).warnings
-    assert any(warning.mask_count == 200 for warning in warnings.values())
+def two_hundred(image_id, **values):
+    """An annotation file of 200 masks that have these values."""
+    found = document(image_id)
+    found["annotations"] = [found["annotations"][0] | values] * 200
+    return pair_members(image_id, text=encode(found))
 
 
-@pytest.mark.parametrize("wrong", [None, 1, "x", [], {}, True, [[]]])
-def test_two_hundred_masks_without_pixels_are_refused_at_the_first(wrong):
-    found = document(BAD)
-    found["annotations"] = [found["annotations"][0] | {"segmentation": wrong}] * 200
-    with pytest.raises(annotation.BadSample, match="^mask 0"):
-        annotation.parse_annotation(encode(found), BAD)
+def test_two_hundred_masks_of_a_wrong_type_are_a_warning(ingest):
+    wrong = [None, "x", [], {}, True, [[]], [None] * 4, {"a": 1}, [10**300] * 4]
+    keys = [key for key in document(BAD)["annotations"][0] if key != "segmentation"]
+    cases = dict(enumerate(itertools.product(keys, wrong), BAD))
+    members = [
+        one for image_id, (key, value) in cases.items() for one in two_hundred(image_id, **{key: value})
+    ]
+    outcome = ingest([*pairs(GOOD), *members], accept={"type_" + key for key in keys} | {*keys, "id_twice"})
+    assert outcome.refused == []
+    assert {line["image_id"] for line in outcome.warnings if line["mask_count"] == 200} == cases.keys()
 
 
-def test_a_message_is_made_for_the_first_mask_only(monkeypatch):
-    """A value of 2 kB in each of 2,000 masks must not be written out 2,000 times."""
-    made = []
-    describe = annotation.unusual_columns.__globals__["_describe_value"]
-    monkeypatch.setitem(
-        annotation.unusual_columns.__globals__,
-        "_describe_value",
-        lambda *arguments: made.append(arguments[0]) or describe(*arguments),
-    )
-    found = document(BAD)
-    found["annotations"] = [found["annotations"][0] | {"area": [0] * 500}] * 1900
-    annotation.parse_annotation(encode(found), BAD)
-    assert made == [0]
+def test_two_hundred_masks_without_pixels_are_refused_at_the_first(ingest):
+    cases = dict(enumerate((None, 1, "x", [], {}, True, [[]]), BAD))
+    members = [one for image_id, value in cases.items() for one in two_hundred(image_id, segmentation=value)]
+    outcome = ingest([*pairs(GOOD), *members])
+    assert sorted(outcome.samples) == list(GOOD)
+    assert len(outcome.refused) == 2 * len(cases)
+    assert all(line["message"].startswith("mask 0") for line in outcome.refused)
 
 
 NUMBERS = [math.nan, math.inf, -math.inf, 2**53, 2**53 + 1, -(2**53) - 1, 2**63, 1e308]
@@ -125,37 +114,3 @@ def test_not_a_number_does_not_hide_an_integer_beyond_float64(kept, beside):
     other = "crop_box" if beside == "bbox" else "bbox"
     text = mask_changed(**{other: [2**53 + 1, 1, 2, 3], beside: [math.nan] * 4})
     kept(text=text)
-    assert annotation.parse_annotation(text, BAD).annotations.text == text
-
-
-def test_json_nested_beyond_the_reader_says_how_deep():
-    text = pair(BAD)[1].replace(b'"bbox"', b'"note": %s, "bbox"' % (b"[" * 50_000 + b"]" * 50_000), 1)
-    with pytest.raises(annotation.BadSample, match="nested 50,003 deep, cap 100"):
-        annotation.parse_annotation(text, BAD)
-
-
-def test_quarantine_is_flushed_before_the_task_that_relies_on_it(tmp_path, monkeypatch):
-    """Every file of it, then the folder, once for a source."""
-    flushed = []
-    fsync = os.fsync
-
-    def watched(descriptor):
-        kind = os.fstat(descriptor).st_mode
-        path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        if "quarantine" in path.parts:
-            flushed.append((path.name, stat.S_ISDIR(kind), task_files()))
-        fsync(descriptor)
-
-    def task_files():
-        return len(list(tmp_path.rglob("tasks/*.json")))
-
-    monkeypatch.setattr(os, "fsync", watched)
-    members = [*tiny.pairs(range(3)), *tiny.pair_members(BAD, jpeg=b"x")]
-    members += tiny.pair_members(501, text=odd(501, 3, 0))
-    task = inside.ingest_tar(tiny.write_tar(tmp_path / "sa_000020.tar", members), tmp_path / "root")
-    files = {path.name for path in (tmp_path / "root" / "quarantine" / task.name).iterdir()}
-    assert len(files) == 4
-    assert {name for name, is_folder, _ in flushed if not is_folder} == files
-    last_file = max(i for i, (_, is_folder, _) in enumerate(flushed) if not is_folder)
-    assert any(is_folder for _, is_folder, _ in flushed[last_file + 1 :])
-    assert all(tasks == 0 for _, _, tasks in flushed)

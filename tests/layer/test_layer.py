@@ -1,6 +1,7 @@
 """`sa1b layer`: layers from files of a user, their list, their verification and their removal."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -11,20 +12,15 @@ import pytest
 from pycocotools import mask as coco_mask
 
 import sa1b
-from sa1b.console import command
-from sa1b.shards.layer_writer import drop, make_change
-from sa1b.storage.open import open_store
-from sa1b.storage.store import FolderStore
+from sa1b.errors import ManifestError, ShardError
 from tests.cli.verb import called
+from tests.kit import fault, files, flags, flip, no_space, nothing, put, refused, run
+from tests.layer.layered import IDS, Changes, add, made, mask_ids, masks_of, root, two
 from tests.shards import tiny
-from tests.shards.test_layer import IDS, change, made, mask_ids, parsed, root, two, write
+from tests.views.served import served
 
 __all__ = ["made", "root"]
-layer, export, gallery, query = called("layer"), called("export"), called("gallery"), called("query")
-
-
-def masks_of(root: Path, image_id: int, *layers: str) -> list[int]:
-    return sa1b.open(root, layers=layers).by_id(image_id).annotations.mask_id.tolist()
+layer = called("layer")
 
 
 def folder_of(path: Path, *documents: Any) -> Path:
@@ -42,6 +38,15 @@ def coco(*documents: Any, **others: Any) -> dict[str, Any]:
         for mask in one["annotations"]
     ]
     return {"images": images, "annotations": annotations, "categories": [{"id": 3, "name": "cat"}], **others}
+
+
+def strings(document: Any) -> list[bytes]:
+    return [mask["segmentation"]["counts"].encode() for mask in document["annotations"]]
+
+
+def of_layers(root: Path, made: Path) -> list[str]:
+    """The files that layers have added to a directory."""
+    return [name for name in files(root) if not (made / name).exists()]
 
 
 def summary(*arguments: object, code: int = 0) -> Any:
@@ -97,8 +102,7 @@ def test_a_coco_file_needs_no_images_and_keeps_its_categories(root: Path, tmp_pa
     assert annotations.mask_id.tolist() == [*ids, *(ids[-1] + 1 + i for i in range(3))]
     assert annotations.column("category").tolist() == ["", "", "", "cat", "cat", "cat"]
     assert [mask["id"] for mask in annotations.to_json()["annotations"]] == annotations.mask_id.tolist()
-    wanted = parsed(one).runs()
-    assert np.array_equal(annotations.runs([3, 4, 5]).runs, wanted.runs)
+    assert sa1b.masks.encode(annotations.runs([3, 4, 5])) == strings(one)
 
 
 def test_ids_of_coco_images_come_from_names_or_hashes(root: Path, tmp_path: Path) -> None:
@@ -195,23 +199,25 @@ def test_existing_masks_are_kept_replaced_or_hidden(root: Path, tmp_path: Path, 
         assert masks_of(root, 2, "round2") == [ids[2], 40, 41]
     annotations = sa1b.open(root, layers=["round2"]).by_id(2).annotations
     place = {"keep": 3, "replace": 2, "hide": 0}[existing]
-    assert np.array_equal(annotations.runs([place]).runs, parsed(one).runs([0]).runs)
+    assert sa1b.masks.encode(annotations.runs([place])) == strings(one)[:1]
     assert found["replaced"] == (existing != "keep")
     assert found["hidden"] == 2 * (existing == "hide")
     assert layer("verify", root, "round2").returncode == 0
 
 
-def test_ids_that_occur_twice_or_are_none_replace_nothing() -> None:
-    base, own = tiny.document(2, masks=4), tiny.document(2, 7, masks=4)
-    for document, ids in ((base, (5, 5, -1, 8)), (own, (5, -1, 8, 8))):
+def test_ids_that_occur_twice_or_are_none_replace_nothing(tmp_path: Path) -> None:
+    base, own = tiny.document(2, masks=4), tiny.document(2, 7, masks=5)
+    for document, ids in ((base, (5, 5, -1, 8)), (own, (5, -1, 8, 8, 20))):
         for mask, mask_id in zip(document["annotations"], ids, strict=True):
             mask["id"] = mask_id
-    found, renumbered = make_change(parsed(base), parsed(own), "replace")
-    assert not found.replaces.any()
-    assert (found.masks.mask_id.tolist(), renumbered) == ([9, 10, 11, 12], 4)
-    found, _ = make_change(parsed(base), parsed(own), "hide")
-    assert found.hidden.tolist() == [-1, 5, 8]
-    assert found.apply(parsed(base)).mask_id.tolist() == [9, 10, 11, 12]
+    tar = tiny.write_tar(tmp_path / "sa_000020.tar", tiny.pair_members(2, text=tiny.encode(base)))
+    sa1b.reshard(tar, tmp_path / "shards", workers=1, quiet=True)
+    folder = folder_of(tmp_path / "masks", own)
+    for existing, kept in (("replace", [5, 5, -1, 8]), ("hide", [])):
+        words = ("--name", existing, "--existing", existing)
+        found = summary("add", tmp_path / "shards", folder, *words)
+        assert (found["replaced"], found["renumbered"]) == (0, 4)
+        assert masks_of(tmp_path / "shards", 2, existing) == [*kept, 21, 22, 23, 24, 20]
 
 
 def test_what_has_no_partner_is_counted_and_named_shortly(root: Path, tmp_path: Path) -> None:
@@ -242,25 +248,64 @@ def test_masks_of_another_size_are_refused(root: Path, tmp_path: Path) -> None:
     assert layer("list", root).stdout == f"{root}: no layers\n"
 
 
-def test_the_list_has_complete_unfinished_and_damaged_layers(root: Path) -> None:
-    write(root, "first", two(2))
-    write(root, "second", change(2, [9], [False], []), on="first")
-    write(root, "damaged", two(2))
-    path = root / "layers/damaged/layer.json"
-    path.write_text(path.read_text().replace("test", "tost"))
-    (root / "layers/unfinished").mkdir()
+def test_an_image_may_lose_all_its_masks(root: Path) -> None:
+    assert add(root, "none", {3: ([], mask_ids(3))})["hidden"] == 3
+    assert masks_of(root, 3, "none") == []
+    assert masks_of(root, 2, "none") == mask_ids(2)
+
+
+def test_the_list_has_damaged_layers_and_those_that_build_on_others(root: Path, made: Path) -> None:
+    ids = mask_ids(2)
+    add(root, "damaged", two(2))
+    for name in of_layers(root, made):
+        flip(root, name, 60)
+    add(root, "first", two(2))
+    add(root, "second", {2: ([5], [ids[2]])}, on="first")
+    for layers in (["second"], ["first", "second"]):
+        assert masks_of(root, 2, *layers) == [ids[1], 5]
     found = summary("list", root)
     assert [(one["name"], one["parent"]) for one in found["layers"]] == [("first", None), ("second", "first")]
-    assert found["unfinished"] == ["unfinished"]
-    assert [*found["damaged"]] == ["damaged"]
-    text = layer("list", root).stdout
-    assert "unfinished unfinished: its command was stopped" in text
-    assert "layers/damaged/layer.json: damaged" in text
-    dropped = layer("drop", root, "second", "first").stdout
-    assert dropped == "Dropped: second\nDropped: first\n"
-    dropped = layer("drop", root, "unfinished", "--json").stdout
-    assert json.loads(dropped) == {"dropped": "unfinished", "exit_code": 0}
-    assert [*json.loads(layer("list", root, "--json").stdout)["layers"]] == []
+    assert (found["unfinished"], [*found["damaged"]]) == ([], ["damaged"])
+    assert "damaged" in run("layer", "list", root).out
+    refused("layer", "drop", root, "first", names="second")
+    before = sa1b.open(root, layers=["second"])
+    assert before.by_id(2).annotations.mask_id.tolist() == [ids[1], 5]
+    add(root, "first", two(3), overwrite=True)  # not the layer that the second one was made on
+    with pytest.raises(ManifestError, match="second"):
+        sa1b.open(root, layers=["second"])
+    assert before.by_id(2).annotations.mask_id.tolist() == [ids[1], 5]  # the files that it has open
+    assert run("layer", "drop", root, "second", "first").out == "Dropped: second\nDropped: first\n"
+    assert summary("list", root)["layers"] == []
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_layer_that_a_full_disk_stopped_is_made_by_the_same_command(
+    root: Path, made: Path, overwrite: bool
+) -> None:
+    changes: Changes = {**two(2), **two(3)}
+    with fault(root, 0, nothing) as counted:
+        digest = add(root, "round2", changes)["digest"]
+    run("layer", "drop", root, "round2")
+    for at in range(1, counted.seen + 1):
+        if overwrite:
+            add(root, "round2", two(4))
+        with fault(root, at, no_space), pytest.raises(AssertionError, match="ended with 2"):
+            add(root, "round2", changes, overwrite=overwrite)
+        found, text = summary("list", root), run("layer", "list", root).out
+        assert (found["damaged"], "unfinished round2" in text) == ({}, bool(found["unfinished"]))
+        if found["layers"]:  # the previous one
+            assert (overwrite, masks_of(root, 2, "round2")) == (True, mask_ids(2))
+        else:
+            assert found["unfinished"] == (["round2"] if of_layers(root, made) else [])
+            with pytest.raises(ManifestError, match="round2"):
+                sa1b.open(root, layers=["round2"])
+        if at == counted.seen:  # the layer may also be removed
+            dropped = run("layer", "drop", root, "round2", "--json").json
+            assert dropped == {"dropped": "round2", "exit_code": 0}
+            assert of_layers(root, made) == []
+        assert add(root, "round2", changes, overwrite=overwrite)["digest"] == digest
+        run("layer", "drop", root, "round2")
+        assert files(root) == files(made)
 
 
 def test_a_folder_of_others_is_no_layer(root: Path) -> None:
@@ -277,154 +322,169 @@ def test_a_folder_of_others_is_no_layer(root: Path) -> None:
         assert len([path for path in folder.rglob("*") if path.is_file()]) == 1
 
 
-def test_a_removal_that_is_stopped_leaves_a_layer_to_remove(root: Path, monkeypatch: Any) -> None:
-    write(root, "first", two(2))
-    monkeypatch.setattr(FolderStore, "remove_folder", lambda *_: pytest.fail("stopped"))
-    with pytest.raises(pytest.fail.Exception, match="stopped"):
-        drop(open_store(str(root)), "first")
-    monkeypatch.undo()
-    assert [path.name for path in (root / "layers/first").iterdir()] == ["masks.bin"]
-    assert summary("list", root)["unfinished"] == ["first"]
-    assert layer("drop", root, "first").stdout == "Dropped: first\n"
-    assert not (root / "layers/first").exists()
+def test_a_removal_that_is_stopped_leaves_a_layer_to_remove(
+    root: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(root, "first", two(2))
+    unlink, count = os.unlink, len(of_layers(root, made))
+    for at in range(count):
+        add(root, "first", two(2), overwrite=True)
+        left = iter(range(at))
+
+        def stopped(path: Any, left: Any = left, **more: Any) -> None:
+            if "/first/" in str(path) and next(left, None) is None:
+                raise PermissionError(13, "Permission denied", str(path))
+            unlink(path, **more)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "unlink", stopped)
+            assert run("layer", "drop", root, "first", code=None).code != 0
+        found = summary("list", root)
+        assert [one["name"] for one in found["layers"]] + found["unfinished"] == ["first"]
+        assert not found["layers"] or masks_of(root, 2, "first") == [*mask_ids(2)[1:], 5]
+        assert run("layer", "drop", root, "first").out == "Dropped: first\n"
+        assert files(root) == files(made)
 
 
-@pytest.fixture
-def checked(root: Path) -> Path:
-    write(root, "round2", *map(two, IDS))
-    assert layer("verify", root, "round2").stdout == "layer round2: 6 images verified, intact\n"
-    return root
+def test_every_damaged_file_is_named_where_it_is_read_and_by_verify(root: Path, made: Path) -> None:
+    add(root, "round2", {one: two(one)[one] for one in IDS})
+    assert run("layer", "verify", root, "round2").out == "layer round2: 6 images verified, intact\n"
+    for name in of_layers(root, made):
+        flip(root, name, 3)
+        assert name in run("layer", "verify", root, "round2", code=1).out
+        flip(root, name, 3)
+        data = files(root)[name]
+        places = range(9, len(data), len(data) // 8)
+        changed = [data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :] for at in places]
+        for damaged in (*changed, data[:-3], None):
+            put(root, name, damaged)
+            done = run("layer", "verify", root, "round2", code=1)
+            assert name in done.out
+            with pytest.raises((ManifestError, ShardError), match=name):
+                [sample.annotations for sample in sa1b.open(root, layers=["round2"])]
+            put(root, name, data)
 
 
-@pytest.mark.parametrize("file", ["masks.bin", "index.parquet", "layer.json"])
-def test_verify_names_a_damaged_file(checked: Path, file: str) -> None:
-    path = checked / "layers/round2" / file
-    data = path.read_bytes()
-    path.write_bytes(data[:50] + bytes([data[50] ^ 1]) + data[51:])
-    done = layer("verify", checked, "round2")
-    assert done.returncode == 1
-    assert f"layers/round2/{file}: " in done.stdout
-
-
-def test_verify_finds_masks_that_do_not_exist_and_images_that_left(root: Path) -> None:
-    write(root, "round2", change(2, [77], [True], []), change(3, [], [], [78]), two(4))
-    found = summary("verify", root, "round2", code=1)
-    assert found["images"] == 1
-    assert [problem.rpartition(": the image has no mask ")[2][:2] for problem in found["problems"]] == [
-        "77",
-        "78",
-    ]
-    assert layer("verify", root, "round3").returncode == 1
-
-
-def test_flags_that_do_not_fit_are_named(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    for words, message in (
-        (("add", root, tmp_path), "--name: missing"),
-        (("add", root, "--name", "a"), "--name a: no FILE"),
-        (("add", root, tmp_path / "none", "--name", "a"), "no such file or folder"),
-        (("add", root, tmp_path, "--name", "../a"), "must be at most 64 letters"),
-        (("add", root, tmp_path, "--name", ".a"), "and begin with a letter or digit"),
-        (
-            ("add", root, tmp_path / "a.parquet", "--name", "a"),
-            "a.parquet: a Parquet file; write its masks in",
-        ),
-        (("add", root, tmp_path, "--name", "a", "--on", "b"), "no such layer"),
-        (("drop", root), "drop: no NAME"),
-        (("drop", root, "a"), f"has no layer of this name; `{command('layer')} list {root}` prints"),
-        (("list", root, "a"), "list takes no names"),
-        (("list", root, "--name", "a"), "list: takes no flag but"),
-    ):
-        done = layer(*words)
-        assert done.returncode == 2
-        assert message in done.stderr
-
-
-def test_an_export_has_the_masks_of_its_layers_and_is_made_again_for_others(
+def test_a_layer_of_masks_that_left_is_refused_one_of_images_that_left_is_not(
     root: Path, tmp_path: Path
 ) -> None:
-    write(root, "round2", two(2), two(5))
-    layered = sa1b.open(root, layers=["round2"])
-    for words, dataset in ((("--layers", "round2"), layered), ((), sa1b.open(root))):
-        out = tmp_path / f"out{len(words)}"
-        done = export(root, "--to", "folders", "--out", out, *words)
-        assert done.returncode == 0, done.stderr
-        files = {int(path.stem[3:]): json.loads(path.read_bytes()) for path in out.rglob("sa_*.json")}
-        assert files == {sample.image_id: sample.annotations.to_json() for sample in dataset}
-    done = export(root, "--to", "folders", "--out", tmp_path / "out2")
-    assert done.returncode == 2
-    assert "not from an export of these images" in done.stderr
-    done = export(root, "--to", "folders", "--out", tmp_path / "out2", "--layers", "round3")
-    assert "no such layer" in done.stderr
-    export(root, "--to", "coco", "--out", tmp_path / "coco", "--layers", "round2")
-    document = json.loads((tmp_path / "coco" / "annotations.json").read_text())
-    assert [one["mask_id"] for one in document["annotations"] if one["image_id"] == 2] == masks_of(
-        root, 2, "round2"
-    )
+    other = tiny.make_tar(tmp_path / "sa_000021.tar", [50, 51])
+    copy = shutil.copytree(root, tmp_path / "grown")
+    sa1b.reshard(tmp_path / "sa_000021.tar", copy, workers=1, quiet=True)
+    add(copy, "round2", two(2) | two(50))
+    tiny.write_tar(tmp_path / "sa_000021.tar", [*other, *tiny.pairs([52])])
+    sa1b.reshard(tmp_path / "sa_000021.tar", copy, workers=1, quiet=True, replace=True)
+    assert masks_of(copy, 50, "round2") == [*mask_ids(50)[1:], 5]  # more images change nothing
+    text = tiny.encode(tiny.document(50, 1))
+    tiny.write_tar(tmp_path / "sa_000021.tar", [*tiny.pair_members(50, text=text), *tiny.pairs([51, 52])])
+    sa1b.reshard(tmp_path / "sa_000021.tar", copy, workers=1, quiet=True, replace=True)
+    with pytest.raises(ManifestError, match=r"round2.*\(50\)"):
+        sa1b.open(copy, layers=["round2"])
+    (problem,) = summary("verify", copy, "round2", code=1)["problems"]
+    assert "50" in problem
+    sa1b.reshard((), copy, drop="sa_000021", quiet=True)
+    found = summary("verify", copy, "round2")
+    assert (found["images"], found["absent"]) == (1, 1)
+    assert masks_of(copy, 2, "round2") == [*mask_ids(2)[1:], 5]
+    refused("layer", "verify", copy, "round3", names="", code=1)
+
+
+def test_one_command_at_a_time_writes_a_layer_and_one_that_exists_is_kept(root: Path) -> None:
+    with fault(root, 2, lambda _: refused("layer", "drop", root, "round2", names="round2")) as changes:
+        digest = add(root, "round2", two(2))["digest"]
+    assert changes.seen > 2
+    with pytest.raises(AssertionError, match="--overwrite"):
+        add(root, "round2", two(3))
+    assert summary("list", root)["layers"][0]["digest"] == digest
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (("add", "ROOT", "DIR"), "--name"),
+        (("add", "ROOT", "--name", "a"), "--name a"),
+        (("add", "ROOT", "DIR/none", "--name", "a"), "none"),
+        (("add", "ROOT", "DIR/a.parquet", "--name", "a"), "a.parquet"),
+        (("add", "ROOT", "DIR", "--name", "a"), "DIR"),
+        *(
+            (("add", "ROOT", "DIR", f"--name={name}"), "--name")
+            for name in ("../a", "", ".a", "a/b", "a" * 65)
+        ),
+        (("add", "ROOT", "DIR", "--name", "a", "--on", "b"), "b"),
+        (("drop", "ROOT"), "layer list ROOT"),
+        (("drop", "ROOT", "a"), "layer list ROOT"),
+        (("drop", "ROOT", "../tasks"), "../tasks"),
+        (("verify", "ROOT"), "layer list ROOT"),
+        (("list", "ROOT", "a"), "list"),
+        (("list", "ROOT", "--name", "a"), "list"),
+    ],
+)
+def test_flags_that_do_not_fit_are_named(made: Path, tmp_path: Path, words: Any, names: str) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    before = files(made)
+    words = [word.replace("ROOT", str(made)).replace("DIR", str(tmp_path)) for word in words]
+    refused("layer", *words, names=names.replace("ROOT", str(made)).replace("DIR", str(tmp_path)))
+    assert files(made) == before
+
+
+def test_an_export_has_the_masks_of_its_layers_and_keeps_to_them(root: Path, tmp_path: Path) -> None:
+    add(root, "round2", two(2) | two(5))
+    export = ("export", root, "--to", "folders", "--out")
+    for name, layers in (("plain", ()), ("layered", ("round2",))):
+        run(*export, tmp_path / name, *flags({"layers": layers}))
+        exported = {one.stem: json.loads(one.read_bytes()) for one in (tmp_path / name).rglob("sa_*.json")}
+        samples = sa1b.open(root, layers=layers)
+        assert exported == {f"sa_{one.image_id}": one.annotations.to_json() for one in samples}
+    refused(*export, tmp_path / "layered", names="layered")
+    refused(*export, tmp_path / "layered", "--layers", "round3", names="round3")
 
 
 def test_the_gallery_shows_the_masks_of_layers(root: Path, tmp_path: Path) -> None:
-    write(root, "round2", *(change(image_id, list(range(9)), [False] * 9, []) for image_id in IDS))
-    page, shown = tmp_path / "page.html", []
-    for words in ((), ("--layers", "round2")):
-        done = gallery(root, "--out", page, *words)
-        assert done.returncode == 0, done.stderr
-        found = re.findall(r'"mask_id": ?(\[[^]]*\])', page.read_text())
-        shown.append(sorted(sorted(json.loads(ids)) for ids in found))
-    assert shown[0] == sorted(sorted(mask_ids(image_id)) for image_id in IDS)
-    assert shown[1] == sorted([*range(9), *sorted(mask_ids(image_id))] for image_id in IDS)
+    add(root, "round2", {image_id: (range(9), ()) for image_id in IDS})
+    page = tmp_path / "page.html"
+    for words, more in (((), ()), (("--layers", "round2"), range(9))):
+        run("gallery", root, "--out", page, *words)
+        shown = [sorted(json.loads(ids)) for ids in re.findall(r'"mask_id": ?(\[[^]]*\])', page.read_text())]
+        assert sorted(shown) == sorted([*more, *sorted(mask_ids(image_id))] for image_id in IDS)
     assert "round2 (" in page.read_text()
-    assert gallery(root, "--out", page, "--layers", "round3").returncode == 2
+    refused("gallery", root, "--out", page, "--layers", "round3", names="round3")
 
 
 def test_a_query_with_layers_is_about_the_changed_masks(root: Path) -> None:
-    write(root, "round2", two(2), two(5))
-    write(root, "round3", change(2, [5, 6], [True, False], []), on="round2")
-    done = query(
-        root,
-        "SELECT image_id, mask_id, layer, area, bbox_width, stability_score, category FROM masks",
-        "--layers",
-        "round3",
-        "--json",
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
-    dataset = sa1b.open(root, layers=["round3"])
+    ids = mask_ids(2)
+    add(root, "round2", {2: ([5, ids[1]], []), 5: ([5], [])})
+    add(root, "round3", {2: ([5, 6], [])}, on="round2")
+    layers = ("--layers", "round3", "--json")
+    asked = "SELECT image_id, mask_id, layer, area, bbox_width, stability_score FROM masks"
+    rows, dataset = run("query", root, asked, *layers).json, sa1b.open(root, layers=["round3"])
     for sample in dataset:
         own, found = [row for row in rows if row["image_id"] == sample.image_id], sample.annotations
-        assert [row["mask_id"] for row in own] == found.mask_id.tolist()
-        assert [row["area"] for row in own] == found.area.tolist()
-        assert [row["bbox_width"] for row in own] == found.bbox[:, 2].tolist()
-        assert [row["stability_score"] for row in own] == found.stability_score.tolist()
-        layers = {2: ["round2", "", "round3", "round3"], 5: ["round2", "", "round2"]}
-        assert [row["layer"] for row in own] == layers.get(sample.image_id, [""] * 3)
-    counts = "SELECT image_id, masks, shard FROM images ORDER BY 1"
-    rows = json.loads(query(root, counts, "--layers", "round3", "--json").stdout)
-    assert [row["masks"] for row in rows] == [len(sample.annotations) for sample in dataset]
-    assert {row["shard"] for row in rows} == set(dataset.shards)
-    assert query(root, "SELECT layer FROM masks").returncode == 2
-    assert "no such layer" in query(root, "SELECT 1", "--layers", "none").stderr
+        columns = found.mask_id, found.area, found.bbox[:, 2], found.stability_score
+        for name, values in zip(("mask_id", "area", "bbox_width", "stability_score"), columns, strict=True):
+            assert [row[name] for row in own] == values.tolist()
+        expected = {2: ["round2", "round3", "round3"], 5: ["round2"]}.get(sample.image_id, [])
+        assert [row["layer"] for row in own if row["mask_id"] in (5, 6, ids[1])] == expected
+    images = run("query", root, "SELECT masks, shard FROM images ORDER BY image_id", *layers).json
+    assert [row["masks"] for row in images] == [len(sample.annotations) for sample in dataset]
+    assert {row["shard"] for row in images} == set(dataset.shards)
+    refused("query", root, "SELECT layer FROM masks", names="layer")
+    refused("query", root, "SELECT 1", "--layers", "none", names="none")
 
 
 def test_a_view_from_a_query_with_layers_is_read_with_them(root: Path) -> None:
-    write(root, "round2", two(2), two(5))
-    write(root, "round3", change(2, [5, 6], [True, False], []), on="round2")
-    asked = "SELECT DISTINCT image_id FROM masks WHERE layer = 'round3'"
-    flags = ("--layers", "round3", "--as-view", "third", "--json")
-    done = query(root, asked, *flags)
-    assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)
-    assert (made["images"], [name for name, _ in made["layers"]]) == (1, ["round2", "round3"])
-    stream = sa1b.Stream(root, view="third", global_batch=1, masks=100, image_size=32, epochs=1)
-    (batch,) = stream
-    changed = sa1b.open(root, layers=["round3"])
-    assert (
-        len(batch.masks) == len(changed.by_id(2).annotations) == len(sa1b.open(root).by_id(2).annotations) + 1
+    add(root, "round2", two(2) | two(5))
+    add(root, "round3", {2: ([5, 6], [])}, on="round2")
+    query = (
+        "query",
+        root,
+        "SELECT DISTINCT image_id FROM masks WHERE layer = 'round3'",
+        "--as-view",
+        "third",
     )
-    assert query(root, asked, *flags).returncode == 0
-    before = query(root, "--layers", "round3", asked, "--as-view", "a").stderr
-    assert "SELECT: missing; --layers takes all words up to the next flag: write it after SELECT" in before
-    write(root, "other", two(2))
-    taken = query(root, asked, "--layers", "other", "--as-view", "third")
-    assert taken.returncode == 2
-    assert "round3" in taken.stderr
+    for _ in range(2):
+        found = run(*query, "--layers", "round3", "--json").json
+        assert (found["images"], [name for name, _ in found["layers"]]) == (1, ["round2", "round3"])
+        assert served(root, "third") == {2: masks_of(root, 2, "round3")}
+    refused("query", root, "--layers", "round3", *query[2:], names="--layers")
+    add(root, "other", two(2))
+    refused(*query, "--layers", "other", names="round3")

@@ -27,7 +27,7 @@ with_triton = pytest.mark.skipif(
 
 
 def python(*arguments, **environment):
-    options = {"cwd": ROOT, "env": {**os.environ, **environment}, "timeout": 300}
+    options = {"cwd": ROOT, "env": {**os.environ, **environment}, "timeout": 900}
     result = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False, **options
     )

@@ -4,6 +4,9 @@ import base64
 import pickle
 import re
 import shutil
+import tempfile
+import tracemalloc
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,16 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import simplejpeg
-from PIL import Image, ImageShow
+from PIL import Image, ImageDraw, ImageShow
 from pycocotools import mask as coco_mask
 
 import sa1b
 from sa1b import Sample
-from sa1b.errors import BadSample, UsageError
-from sa1b.masks import Runs, raster
-from sa1b.shards import display
-from sa1b.shards.annotation import parse_annotation
-from sa1b.shards.display import colour, decode_for_display, display_size, largest_first, overlay
+from sa1b import masks as runs_of_masks
+from sa1b.errors import BadSample, TableError, UsageError
 from tests.shards import tiny
 from tests.storage.service import Service
 
@@ -39,13 +39,24 @@ def finished(folder: Path, source: Path, **options: Any) -> Path:
     return folder / "root"
 
 
+@cache
+def annotations_of(size: tuple[int, int], masks: int) -> Any:
+    """Annotations of an image: ellipses, below them a mask of the whole image if there are five masks."""
+    document = tiny.document(7, size=size, masks=masks)
+    if masks == 5:
+        document["annotations"][2]["segmentation"]["counts"] = tiny.counts_of(np.ones(size, np.bool_))
+    members = tiny.pair_members(7, tiny.pair(7, size=size)[0], tiny.encode(document))
+    with tempfile.TemporaryDirectory() as folder:
+        source = tiny.write_tar(Path(folder, "sa_000001.tar"), members)
+        (sample,) = sa1b.open(finished(Path(folder), source))
+    return sample.annotations
+
+
 def sample_of(size: tuple[int, int], masks: int, stored: tuple[int, int] | None = None) -> Sample:
-    """A sample with masks of `size` and a JPEG of `stored` pixels, each (height, width)."""
-    annotations = parse_annotation(tiny.encode(tiny.document(7, size=size, masks=masks)), 7).annotations
+    """A sample with masks of `size` and a grey JPEG of `stored` pixels, each (height, width)."""
     pixels = np.full((*(stored or size), 3), 128, np.uint8)
-    return Sample(
-        7, simplejpeg.encode_jpeg(pixels, 95, "RGB", "444"), annotations, "sa1b-000001-0000.tar", 512
-    )
+    jpeg = simplejpeg.encode_jpeg(pixels, 95, "RGB", "444")
+    return Sample(7, jpeg, annotations_of(size, masks), "sa1b-000001-0000.tar", 512)
 
 
 def opened(png: bytes) -> Image.Image:
@@ -99,21 +110,25 @@ def test_pil_has_the_pixels_of_the_image(root: Path) -> None:
 def test_an_overlay_is_the_smallest_mask_of_each_pixel_with_its_contour(
     stored: tuple[int, int] | None,
 ) -> None:
-    """Compare with a loop over masks and pixels, at the size of the displayed image."""
+    """Compare with the pixels of each mask at the size of the displayed image."""
     sample = sample_of((60, 90), 5, stored)
-    pixels = decode_for_display(sample.jpeg, 64)
-    height, width = pixels.shape[:2]
-    dense = raster.rasterize(sample.runs, height, width, dtype=np.bool_)
-    expected = pixels.astype(float)
-    for number, mask in enumerate(largest_first(sample.runs)):
-        for y, x in np.argwhere(dense[mask]):
-            around = [(y - 1, x), (y + 1, x), (y, x - 1), (y, x + 1)]
-            edge = not all(0 <= v < height and 0 <= u < width and dense[mask, v, u] for v, u in around)
-            share = 1.0 if edge else 0.4
-            expected[y, x] = (1 - share) * pixels[y, x] + share * np.array(colour(number))
-    found = overlay(pixels, sample.runs)
-    assert np.abs(found - expected).max() <= 0.51
-    np.testing.assert_array_equal(np.asarray(sample.overlay(max_side=64)), found)
+    plain, found = (np.asarray(sample.overlay(masks=masks, max_side=64)) for masks in ([], None))
+    dense = runs_of_masks.rasterize(sample.runs, *found.shape[:2], dtype=np.bool_).astype(np.bool_)
+    top = np.full(found.shape[:2], -1)
+    for mask in np.argsort(-runs_of_masks.area(sample.runs), kind="stable"):
+        top[dense[mask]] = mask
+    assert (found[top < 0] == plain[top < 0]).all()
+    around = np.pad(dense, ((0, 0), (1, 1), (1, 1)))
+    inside = around[:, :-2, 1:-1] & around[:, 2:, 1:-1] & around[:, 1:-1, :-2] & around[:, 1:-1, 2:]
+    colours = []
+    for mask in np.unique(top[top >= 0]):
+        edge, rest = (top == mask) & ~inside[mask], (top == mask) & inside[mask]
+        colours.append(found[edge][0].tolist())
+        assert (found[edge] == colours[-1]).all()
+        mixed = 0.6 * plain[rest] + 0.4 * np.array(colours[-1])
+        assert np.abs(found[rest] - mixed).max(initial=0) <= 1
+    assert len(set(map(tuple, colours))) == len(colours) >= 4
+    assert (top >= 0).all()  # the mask of the whole image
 
 
 def test_masks_and_max_side_select_what_is_drawn() -> None:
@@ -141,19 +156,15 @@ def test_wrong_arguments_are_named() -> None:
             sample.overlay(max_side=side)
 
 
-def test_the_largest_image_is_decoded_at_a_fraction_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = simplejpeg.encode_jpeg(np.zeros((3000, 4000, 3), np.uint8), 50, "RGB", "420")
-    decoded = []
-    decode = simplejpeg.decode_jpeg
-
-    def noting(*arguments: Any, **named: Any) -> Any:
-        decoded.append(decode(*arguments, **named))
-        return decoded[-1]
-
-    monkeypatch.setattr(simplejpeg, "decode_jpeg", noting)
-    assert decode_for_display(data, 640).shape == (480, 640, 3)
-    assert decoded[0].shape == (750, 1000, 3)  # 2/8: the smallest n/8 that is not below
-    assert display_size(3000, 4000, 640) == (480, 640)
+def test_a_large_image_is_decoded_at_a_fraction_of_its_size() -> None:
+    sample = sample_of((60, 80), 1, (3000, 4000))
+    sample.overlay(max_side=64)  # loads what it needs
+    tracemalloc.start()
+    try:
+        assert sample.overlay(max_side=640).size == (640, 480)
+        assert tracemalloc.get_traced_memory()[1] < 3000 * 4000 * 3  # bytes of all its pixels
+    finally:
+        tracemalloc.stop()
 
 
 # In a notebook.
@@ -169,32 +180,23 @@ def test_a_dataset_is_a_contact_sheet_of_the_same_few_images(root: Path) -> None
     assert re.search(r'src="data:image/jpeg;base64,([^"]+)"', html)
 
 
-def drawn_text(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    texts: list[str] = []
-    write = display._write
-    monkeypatch.setattr(display, "_write", lambda pen, at, text: (texts.append(text), write(pen, at, text)))
-    return texts
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is written into images."""
+    found: list[str] = []
+    write = ImageDraw.ImageDraw.text
+
+    def noting(pen: Any, place: Any, text: str, *arguments: Any, **options: Any) -> Any:
+        found.append(text)
+        return write(pen, place, text, *arguments, **options)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", noting)
+    return found
 
 
-def test_a_contact_sheet_names_its_images_and_counts_the_others(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = drawn_text(monkeypatch)
+def test_a_contact_sheet_names_its_images_and_counts_the_others(root: Path, texts: list[str]) -> None:
     sa1b.open(root)._repr_png_()
     assert texts == [*(f"{i}: 3 masks" for i in range(100, 112, 2)), "6 of 12 images; 6 more"]
-
-
-def test_a_contact_sheet_reads_its_own_images_only(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A display reads the images once, although IPython requests HTML and PNG."""
-    began = []
-    from sa1b.storage.reader import Reader
-
-    submit = Reader.submit
-    monkeypatch.setattr(Reader, "submit", lambda self, item: (began.append(item), submit(self, item))[1])
-    bundle = sa1b.open(root)._repr_mimebundle_()
-    assert set(bundle) == {"text/plain", "text/html", "image/png"}
-    assert len(began) == display.SHEET_IMAGES
-    assert opened(base64.b64decode(bundle["image/png"]))
 
 
 def damaged(root: Path, folder: Path, image_id: int) -> Path:
@@ -207,42 +209,37 @@ def damaged(root: Path, folder: Path, image_id: int) -> Path:
     return copy
 
 
-def test_a_damaged_sample_is_named_in_its_cell(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = drawn_text(monkeypatch)
+def test_damage_is_named_in_the_cells_that_it_concerns(root: Path, tmp_path: Path, texts: list[str]) -> None:
     assert opened(sa1b.open(damaged(root, tmp_path, 104))._repr_png_())
     assert "104: unreadable" in texts
     assert "sa_104.jpg is damaged" in " ".join(texts)
     assert "106: 3 masks" in texts
-
-
-def test_a_missing_shard_is_named_in_every_cell(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = Path(shutil.copytree(root, tmp_path / "copy"))
-    dataset = sa1b.open(copy)
-    for shard in copy.glob("*.tar"):
+    texts.clear()
+    dataset = sa1b.open(tmp_path / "copy")
+    for shard in (tmp_path / "copy").glob("*.tar"):
         shard.unlink()
-    texts = drawn_text(monkeypatch)
     assert opened(dataset._repr_png_())
     assert len([text for text in texts if text.endswith(": unreadable")]) == 6
     assert ".tar" in "".join(texts)
 
 
-def test_a_damaged_table_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = sa1b.open(shutil.copytree(root, tmp_path / "copy"))
-    dataset.shards = []  # the error for a table with other shard numbers
-    monkeypatch.setattr("sa1b.shards.dataset.is_intact", lambda table: False)
-    texts = drawn_text(monkeypatch)
+def test_a_damaged_table_is_named(root: Path, tmp_path: Path, texts: list[str]) -> None:
+    copy = Path(shutil.copytree(root, tmp_path / "copy"))
+    (table,) = copy.glob("samples-*.bin")
+    with table.open("r+b") as file:
+        file.seek(128 + 8 * len(IDS))  # numbers of shards follow the image ids
+        file.write(b"\xff" * 4 * len(IDS))
+    dataset = sa1b.open(copy)
     assert opened(dataset._repr_png_())
-    assert "the columns do not match their digest" in " ".join(texts)
+    assert len([text for text in texts if text.endswith(": unreadable")]) == 6
+    assert table.name in "".join(texts)
+    with pytest.raises(TableError, match=table.name):
+        dataset[0]
 
 
-def test_a_sample_that_does_not_decode_is_displayed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_does_not_decode_is_displayed_with_the_reason(texts: list[str]) -> None:
     whole = sample_of((60, 90), 2)
     sample = Sample(7, whole.jpeg[:-40], whole.annotations, whole.shard, whole.offset)
-    texts = drawn_text(monkeypatch)
     assert opened(sample._repr_png_())
     assert "JPEG" in " ".join(texts)
     with pytest.raises(BadSample):
@@ -250,16 +247,20 @@ def test_a_sample_that_does_not_decode_is_displayed_with_the_reason(monkeypatch:
 
 
 def test_a_dataset_of_a_url_is_displayed_and_an_unreachable_one_says_so(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, texts: list[str]
 ) -> None:
+    """IPython requests HTML and PNG: the images are read once, and no others."""
     shutil.copytree(root, tmp_path / "data" / "shards")
     with Service("range_server", tmp_path) as service:
         options = {"anon": True, "endpoint_url": service.url}
-        dataset = sa1b.open("s3://data/shards", storage_options=options)
-        assert dataset._repr_png_() == sa1b.open(root)._repr_png_()
-    # The deadline of a display, not the dataset's deadline of 5 minutes.
-    monkeypatch.setattr("sa1b.shards.dataset.SHEET_DEADLINE", 0.5)
-    texts = drawn_text(monkeypatch)
+        shown = sa1b.open("s3://data/shards", storage_options=options)
+        dataset = sa1b.Dataset("s3://data/shards", deadline=1.0, storage_options=options)
+        before = service.ask({"do": "counts"})["GET"]
+        bundle = shown._repr_mimebundle_()
+        assert service.ask({"do": "counts"})["GET"] - before == 6
+        assert set(bundle) == {"text/plain", "text/html", "image/png"}
+        assert base64.b64decode(bundle["image/png"]) == sa1b.open(root)._repr_png_()
+    texts.clear()
     assert opened(dataset._repr_png_())
     assert len([text for text in texts if text.endswith(": unreadable")]) == 6
     assert "s3://data/shards" in "".join(texts)
@@ -342,14 +343,3 @@ def test_show_without_an_image_viewer_says_what_to_do(
     monkeypatch.setattr(ImageShow, "_viewers", [])
     with pytest.raises(UsageError, match=r"no image viewer .*sample\.overlay\(\)\.save"):
         sample_of((60, 90), 3).show()
-
-
-def test_a_mask_of_the_whole_image_has_a_contour_at_its_edge() -> None:
-    pixels = np.full((20, 30, 3), 90, np.uint8)
-    found = overlay(pixels, Runs.from_pixels(np.ones((1, 20, 30), np.bool_)))
-    edge = np.ones((20, 30), np.bool_)
-    edge[1:-1, 1:-1] = False
-    assert np.abs(found[edge] - np.array(colour(0))).max() <= 0.51
-    assert (found[~edge] == found[10, 10]).all()
-    assert (found[10, 10] != found[0, 0]).any()
-    assert (found[10, 10] != pixels[10, 10]).any()

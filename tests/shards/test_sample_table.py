@@ -1,73 +1,105 @@
 """The sample table: 36 bytes a sample, sorted, mapped, checked."""
 
+import hashlib
+import json
+import shutil
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from sa1b.errors import TableError
-from sa1b.shards import sample_table as table
+import sa1b
+from sa1b.errors import ManifestError, TableError
+from tests.directories import reshard
+from tests.shards import tiny
 
-
-def columns(ids: list[int]) -> dict[str, np.ndarray]:
-    count = len(ids)
-    draw = np.random.default_rng(0)
-    found: dict[str, np.ndarray] = {"image_id": np.array(ids, np.uint64)}
-    for name, dtype in table.COLUMNS.items():
-        found.setdefault(name, draw.integers(0, np.iinfo(dtype).max, count, dtype, endpoint=True))
-    return found
+IDS = [3, 2**63 - 1, 7, 12_345, 2**40, 5, 9]
+COLUMNS = {"image_id": "<u8", "shard": "<u4", "offset": "<u8", "jpg_bytes": "<u4", "masks_bytes": "<u4"}
+COLUMNS |= {"jpg_crc32c": "<u4", "masks_crc32c": "<u4"}
 
 
-@settings(max_examples=50, deadline=None)
-@given(ids=st.lists(st.integers(0, 2**64 - 1), max_size=40, unique=True))
-def test_round_trip_sorts_by_id(ids: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("table") / "samples.bin"
-    given_columns = columns(ids)
-    path.write_bytes(table.encode(given_columns))
-    assert path.stat().st_size - 128 <= 36 * len(ids) + 7 * 7
-    found = table.open_table(path, check=True)
-    order = np.argsort(given_columns["image_id"])
-    for name in table.COLUMNS:
-        assert (getattr(found, name) == given_columns[name][order]).all()
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two sources, whose ids lie between each other, in shards of two images."""
+    folder = tmp_path_factory.mktemp("table")
+    for number in range(2):
+        tiny.make_tar(folder / f"sa_{number:06d}.tar", IDS[number::2])
+    reshard(folder / "root", *sorted(folder.glob("*.tar")), images_per_shard=2)
+    return folder / "root"
 
 
-def test_the_digests_name_the_set_of_images_and_the_content() -> None:
-    one, other = columns([1, 2, 3]), columns([3, 1, 2])
-    a, b = table.digests(table.encode(one)), table.digests(table.encode(other))
-    assert a["ids_sha256"] == b["ids_sha256"]
-    assert a["columns_sha256"] != b["columns_sha256"]
+def table_of(root: Path) -> Path:
+    (path,) = root.glob("samples-*.bin")
+    return path
 
 
-def test_an_id_that_stands_twice_is_named() -> None:
-    with pytest.raises(ValueError, match="image id 7 occurs twice"):
-        table.encode(columns([3, 7, 7]))
+def test_the_table_has_the_columns_of_all_indexes_sorted_by_id(root: Path) -> None:
+    data, document = table_of(root).read_bytes(), json.loads((root / "dataset.json").read_text())
+    magic, version, header, count, ids_sha256, sha256 = struct.unpack_from("<8sIIQ32s32s", data)
+    assert (magic, version, header, count) == (b"SA1BTBL1", 1, 128, len(IDS))
+    assert hashlib.sha256(np.array(sorted(IDS), "<u8")).digest() == ids_sha256
+    assert hashlib.sha256(data[128:]).digest() == sha256
+    expected: dict[str, list[int]] = {name: [] for name in COLUMNS}
+    for number, shard in enumerate(document["shards"]):
+        for row in pq.read_table((root / shard["name"]).with_suffix(".parquet")).to_pylist():
+            for name, values in expected.items():
+                values.append({"shard": number, "offset": row["jpg_offset"], **row}[name])
+    order, at = np.argsort(expected["image_id"]), 128
+    for name, kind in COLUMNS.items():
+        column = np.frombuffer(data, kind, count, at)
+        assert (column == np.array(expected[name], kind)[order]).all(), name
+        at += -(-column.nbytes // 8) * 8
+    assert at == len(data)
+
+
+def test_the_digests_name_the_set_of_images_and_the_content(root: Path, tmp_path: Path) -> None:
+    reshard(tmp_path / "root", *sorted(root.parent.glob("*.tar")), images_per_shard=3)
+    one, other = (
+        json.loads((one / "dataset.json").read_text())["samples"] for one in (root, tmp_path / "root")
+    )
+    assert one["ids_sha256"] == other["ids_sha256"]
+    assert one["columns_sha256"] != other["columns_sha256"]
+    assert table_of(root).name == f"samples-{one['columns_sha256'][:16]}.bin"
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "error"),
     [
-        (lambda data: b"", "empty file"),
-        (lambda data: data[:100], "not a sample table"),
-        (lambda data: b"x" + data[1:], "not a sample table"),
-        (lambda data: data[:-1], "bytes, .* expected for 3 samples"),
-        (lambda data: data + b"\0", "bytes, .* expected for 3 samples"),
-        (lambda data: data[:8] + b"\x09" + data[9:], "version 9"),
-        (lambda data: data[:-30] + bytes([data[-30] ^ 1]) + data[-29:], "do not match their digest"),
+        (lambda data: b"", TableError),
+        (lambda data: data[:100], TableError),
+        (lambda data: b"x" + data[1:], TableError),
+        (lambda data: data[:-1], TableError),
+        (lambda data: data + b"\0", TableError),
+        (lambda data: data[:8] + b"\x09" + data[9:], TableError),
+        (lambda data: data[:30] + bytes([data[30] ^ 1]) + data[31:], ManifestError),  # the digest of the ids
+        (lambda data: data[:60] + bytes([data[60] ^ 1]) + data[61:], ManifestError),  # of the columns
+        (lambda data: data[:-30] + bytes([data[-30] ^ 1]) + data[-29:], TableError),
     ],
 )
-def test_damage_is_named_with_the_file(damage, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "samples.bin"
-    path.write_bytes(damage(table.encode(columns([1, 2, 3]))))
-    with pytest.raises(TableError, match=message) as error:
-        table.open_table(path, check=True)
-    assert str(path) in str(error.value)
+def test_damage_is_named_with_the_file(
+    root: Path, tmp_path: Path, damage: Callable[[bytes], bytes], error: type[Exception]
+) -> None:
+    for path in (root / "dataset.json", table_of(root)):
+        shutil.copy(path, tmp_path)
+    path = table_of(tmp_path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(error, match=path.name) as found:
+        sa1b.open(tmp_path).check_table()
+    assert f"index {tmp_path}" in str(found.value) or "version 9" in str(found.value)
 
 
-def test_masks_offset_is_where_tar_puts_it() -> None:
-    arrays = {name: np.zeros(3, dtype) for name, dtype in table.COLUMNS.items()}
-    arrays["offset"][:] = 512
-    arrays["jpg_bytes"][:] = [1, 512, 513]
-    found = table.SampleTable(**arrays, ids_digest="", digest="")
-    assert [found.masks_offset(i) for i in range(3)] == [1536, 1536, 2048]
+def test_records_are_found_after_images_of_any_length(tmp_path: Path) -> None:
+    members, images = [], {}
+    for number, rest in enumerate((0, 1, 511), 1):
+        jpeg, text = tiny.pair(number)
+        size = (rest - len(jpeg) - 4) % 512  # of a comment
+        images[number] = jpeg[:2] + b"\xff\xfe" + struct.pack(">H", size + 2) + bytes(size) + jpeg[2:]
+        assert len(images[number]) % 512 == rest
+        members += tiny.pair_members(number, images[number], text)
+    reshard(tmp_path / "root", tiny.write_tar(tmp_path / "sa_000001.tar", members))
+    for number, sample in enumerate(sa1b.open(tmp_path / "root"), 1):
+        assert sample.jpeg == images[number]
+        assert sample.annotations.to_json() == json.loads(tiny.pair(number)[1])

@@ -18,9 +18,9 @@ class StrangeServer:
         folder: with the tars.
         mode: "usual"; "no ranges": 200 and the whole file for every request; "no length": the same in chunks,
             without a length; "chunks": ranges in chunks, without a length; "no HEAD": 405; "replaced": another
-            ETag from the third request on; "cut": the first requests of a range end after a part of it;
+            ETag from the second range on; "grows": other zeros behind the end from there on; "cut": the first requests of a range end after a part of it;
             "redirect": to `target`; "encoding": Content-Encoding: gzip; "expires": 403 from the third request on; "stalls": every request after the second one; "echo": 403 with the URL in the
-            message; "echo 400": the same with 400.
+            message; "echo 400": the same with 400; "gone": with 404.
         target: base URL that "redirect" names.
     """
 
@@ -63,11 +63,11 @@ class StrangeServer:
         self.requests.append(handler.headers.get("Range", handler.command))
         path, _, query = handler.path.partition("?")
         expired = mode == "expires" and len(self.requests) > 2
-        if query != SECRET or mode.startswith("echo") or expired:
+        if query != SECRET or mode.startswith(("echo", "gone")) or expired:
             text = (
                 f"<Error><Code>Odd</Code><Message>{self.url}{handler.path} is bad</Message></Error>".encode()
             )
-            _head(handler, 400 if mode == "echo 400" else 403, {"Content-Length": str(len(text))})
+            _head(handler, {"echo 400": 400, "gone": 404}.get(mode, 403), {"Content-Length": str(len(text))})
             handler.wfile.write(text if body else b"")
             return
         if mode == "stalls" and len(self.requests) > 2:
@@ -79,7 +79,9 @@ class StrangeServer:
             _head(handler, 405, {"Content-Length": "0"})
             return
         data = (folder / path.rpartition("/")[2]).read_bytes()
-        etag = '"second"' if mode == "replaced" and len(self.requests) > 2 else '"first"'
+        later = sum(one not in ("HEAD", "GET", "bytes=0-0") for one in self.requests) > 1
+        etag = '"second"' if mode == "replaced" and later else '"first"'
+        data += bytes(512) if mode == "grows" and later else b""
         headers = {"ETag": etag, "Accept-Ranges": "none" if mode == "no ranges" else "bytes"}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range", ""))
         if mode in ("no ranges", "no length") or wanted is None:

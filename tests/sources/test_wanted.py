@@ -1,118 +1,112 @@
-"""Reading only the wanted pairs of a source, and no further than needed."""
+"""Reading only the wanted pairs of a source, and no further than needed: `sa1b fetch`."""
 
+import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from sa1b.names import member_name
-from sa1b.sources.pairing import WantedPairs
-from sa1b.sources.tar_stream import Damage, Member
+from tests.kit import run
+from tests.shards import tiny
 
-MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 30)]
-BLOCK = range(223_750, 223_750 + 11_186)  # as in a tar of SA-1B
+MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 30)]
+BLOCK = range(223_750, 223_750 + 2_000)
+MEMBER = 512  # bytes of a member without content
 
 
 @cache
-def members_of(ids: Sequence[int]) -> list[Member]:
-    names = [member_name(image_id, ending) for image_id in ids for ending in ("jpg", "json")]
-    return [Member(f"./{name}", "file", 0, b"") for name in names]
+def empty(image_id: int) -> tuple[bytes, bytes]:
+    names = (f"./sa_{image_id}.{ending}" for ending in ("jpg", "json"))
+    jpeg, text = map(tiny.header, names)
+    return jpeg, text
 
 
-def shuffled(ids: Sequence[int] = BLOCK, seed: int = 0) -> list[Member]:
-    return random.Random(seed).sample(members := members_of(tuple(ids)), len(members))
+def shuffled(wanted: Sequence[int], seed: int = 0, ids: Sequence[int] = BLOCK) -> list[bytes]:
+    """The members of a tar in random order; only those of the wanted images have content."""
+    members = [part for image_id in ids if image_id not in wanted for part in empty(image_id)]
+    members += [tiny.member(*one) for i in wanted if i in ids for one in tiny.pair_members(i)]
+    return random.Random(seed).sample(members, len(members))
 
 
-def counted(items: Sequence[Member | Damage], read: list[int]) -> Iterator[Member | Damage]:
-    for number, item in enumerate(items, 1):
-        read[0] = number
-        yield item
+@pytest.fixture
+def fetched(tmp_path: Path) -> Any:
+    """Members and wanted ids -> what `sa1b fetch --json` says."""
+
+    def fetched(members: Sequence[bytes], ids: Sequence[int], name: str = "sa_000020") -> Any:
+        tar, root = tmp_path / f"{name}.tar", tmp_path / "root"
+        tar.write_bytes(b"".join(members) + bytes(1024))
+        (tmp_path / "ids.txt").write_text("\n".join(map(str, ids)))
+        words = (tar, "--ids", tmp_path / "ids.txt", "--out", root, "--json")
+        return run("fetch", *words, code=None).json
+
+    return fetched
 
 
-def passed(wanted: WantedPairs, items: Sequence[Member | Damage]) -> tuple[list[str], int]:
-    """Names of the members that pass, and the number of members read."""
-    read = [0]
-    names = [item.name for item in wanted.filter(counted(items, read)) if isinstance(item, Member)]
-    return sorted(names), read[0]
-
-
-def ids_of(*ids: int) -> np.ndarray:
-    return np.array(sorted(ids), np.uint64)
-
-
-def test_reading_ends_with_the_last_wanted_member() -> None:
-    members = shuffled()
-    wanted = WantedPairs(ids_of(223_800, 230_000), is_block=True)
-    names, read = passed(wanted, members)
-    expected = [f"./{member_name(i, e)}" for i in (223_800, 230_000) for e in ("jpg", "json")]
-    assert names == expected
-    assert read == 1 + max(i for i, member in enumerate(members) if member.name in expected)
-    assert not wanted.is_whole
-    assert wanted.found().tolist() == [223_800, 230_000]
+def test_reading_ends_with_the_last_wanted_member(tmp_path: Path, fetched: Any) -> None:
+    wanted = (BLOCK[50], BLOCK[900])
+    members = shuffled(wanted)
+    found = fetched([tiny.member("notes.txt", b"x"), *members, *shuffled((), ids=range(500))], wanted)
+    last = max(number for number, member in enumerate(members) if len(member) > MEMBER)
+    end = sum(map(len, members[: last + 1])) + 2 * MEMBER
+    assert (found["exit_code"], found["stored"], found["missing"]) == (0, 2, [])
+    assert end <= found["bytes_read"] < end + (1 << 17)  # of the 500 KB behind it
+    assert not (tmp_path / "root" / "quarantine").exists()  # other members are not kept
+    task = json.loads((tmp_path / "root" / "tasks" / "sa_000020.json").read_text())
+    assert (task["source"]["sha256"], task["counts"]["members"]) == (None, 4)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_id_outside_of_the_block_is_excluded_after_a_part_of_the_tar(seed: int) -> None:
-    members = shuffled(seed=seed)
-    for outside in (BLOCK[0] - 500, BLOCK[-1] + 500, 5):
-        wanted = WantedPairs(ids_of(outside), is_block=True)
-        names, read = passed(wanted, members)
-        assert (names, wanted.is_whole) == ([], False)
-        assert 2048 <= read <= 2200
-    near = WantedPairs(ids_of(BLOCK[0] - 20), is_block=True)
-    assert passed(near, members)[1] < len(members)
-    assert not near.is_whole
+def test_ids_outside_of_the_block_are_excluded_after_a_part_of_the_tar(fetched: Any, seed: int) -> None:
+    outside = [5, BLOCK[0] - 500, BLOCK[-1] + 500]
+    found = fetched(shuffled((), seed), outside)
+    assert (found["exit_code"], found["stored"], found["missing"]) == (3, 0, outside)
+    assert 2048 * MEMBER <= found["bytes_read"] < 2200 * MEMBER + (1 << 16)
 
 
-@pytest.mark.parametrize("seed", [*range(5), *MORE])
-def test_no_id_of_a_tar_is_excluded(seed: int) -> None:
-    chosen = np.random.default_rng(seed).choice(np.array(BLOCK), 5, replace=False).tolist()
-    wanted = WantedPairs(ids_of(*chosen, BLOCK[0], BLOCK[-1], BLOCK[0] - 300), is_block=True)
-    passed(wanted, shuffled(seed=seed))
-    assert set(wanted.found().tolist()) == {*chosen, BLOCK[0], BLOCK[-1]}
+@pytest.mark.parametrize("seed", [*range(3), *MORE])
+def test_no_id_of_a_tar_is_excluded(fetched: Any, seed: int) -> None:
+    chosen = np.random.default_rng(seed).choice(np.array(BLOCK[1:-1]), 5, replace=False).tolist()
+    edges = [tiny.member(*one) for i in (BLOCK[0], BLOCK[-1]) for one in tiny.pair_members(i)]
+    members = [*shuffled(chosen, seed, BLOCK[1:-1]), *edges]  # the range of the ids is known last
+    found = fetched(members, [*chosen, BLOCK[0], BLOCK[-1], BLOCK[0] - 300])
+    assert (found["stored"], found["missing"]) == (7, [BLOCK[0] - 300])
 
 
-def test_a_tar_in_the_order_of_its_ids_is_read_to_the_wanted_one() -> None:
-    members = sorted(shuffled(), key=lambda member: member.name)
-    for order in (members, members[::-1], [*members[9000:], *members[:9000]]):
-        wanted = WantedPairs(ids_of(BLOCK[40], BLOCK[-40]), is_block=True)
-        passed(wanted, order)
-        assert len(wanted.found()) == 2
-
-
-def test_an_id_that_a_tar_lacks_is_absent_after_the_end() -> None:
-    lacking = [image_id for image_id in BLOCK if image_id != 230_000]
-    wanted = WantedPairs(ids_of(230_000, 5), is_block=True)
-    assert passed(wanted, shuffled(lacking))[1] == 2 * len(lacking)
-    assert wanted.is_whole
-    assert (wanted.first, wanted.last) == (BLOCK[0], BLOCK[-1])
-    assert wanted.absent().tolist() == [230_000]
-
-
-def test_sources_without_blocks_are_read_to_the_end() -> None:
-    members = shuffled()
-    wanted = WantedPairs(ids_of(5), is_block=False)
-    assert passed(wanted, members) == ([], len(members))
-
-
-def test_damage_is_kept_and_other_members_are_not() -> None:
-    damage = Damage("bad_header", "x", 0)
-    items = [
-        damage,
-        Member("notes.txt", "file", 0, b""),
-        Member("sa_1.masks", "file", 0, b""),
-        *shuffled([1]),
+@pytest.mark.parametrize("first", [0, 1800])
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_tar_in_the_order_of_its_ids_is_read_to_the_wanted_one(fetched: Any, first: int, step: int) -> None:
+    wanted = (BLOCK[40], BLOCK[-40])
+    of_image = [
+        b"".join(tiny.member(*one) for one in tiny.pair_members(i)) if i in wanted else b"".join(empty(i))
+        for i in BLOCK[::step]
     ]
-    found = list(WantedPairs(ids_of(1), is_block=True).filter(items))
-    assert found[0] is damage
-    assert len(found) == 3
-    assert passed(WantedPairs(ids_of(1), is_block=True), [*shuffled([1]), *shuffled([1])])[1] == 2
+    assert fetched([*of_image[first:], *of_image[:first]], wanted)["stored"] == 2
 
 
-def test_a_million_wanted_ids() -> None:
-    ids = np.arange(1_000_000, dtype=np.uint64)
-    wanted = WantedPairs(ids, is_block=True)
-    assert len(passed(wanted, shuffled())[0]) == 2 * len(BLOCK)
-    assert len(wanted.found()) == len(BLOCK)
+@pytest.mark.parametrize(
+    ("name", "lacking"),
+    [("sa_000020", BLOCK[900]), ("other", 5)],
+    ids=["inside of the block", "without blocks"],
+)
+def test_a_source_that_may_have_the_id_is_read_to_its_end(
+    tmp_path: Path, fetched: Any, name: str, lacking: int
+) -> None:
+    found = fetched(shuffled((), ids=[i for i in BLOCK if i != lacking]), [lacking, 5], name)
+    assert (found["stored"], found["missing"]) == (0, sorted({5, lacking}))
+    assert found["bytes_read"] == (tmp_path / f"{name}.tar").stat().st_size
+
+
+def test_damage_before_the_wanted_members_is_kept(tmp_path: Path, fetched: Any) -> None:
+    bad = bytearray(tiny.member("./sa_9.jpg", b"x"))
+    bad[130] ^= 1
+    pair = [tiny.member(*one) for one in tiny.pair_members(1)]
+    found = fetched(
+        [bytes(bad), tiny.member("sa_1.masks", b"x"), *pair, *pair, tiny.member("rest", bytes(4 << 20))], [1]
+    )
+    assert found["stored"] == 1
+    assert found["bytes_read"] < 2 << 20  # not to its end
+    assert [one["reason"] for one in tiny.lines(tmp_path / "root", "sa_000020")] == ["bad_header"]

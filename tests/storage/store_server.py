@@ -15,6 +15,15 @@ BEGIN, PART, COMPLETE, ABORT and UPLOADS of uploads in parts. Any signature is a
     hang           no answer until the server ends
     slow           the answer begins 0.2 s later, after the request is done
     redirect       307 to another key
+    expired        400 ExpiredToken, as for credentials that have expired; `expired KEY`: those with this key
+    links          400 for a signed URL: the store wants the signature in the header
+    revoked        403 for a signature that was seen before the fault was set
+    strange        412 for every If-Match
+    cached         one bit is wrong, as in the cache of a proxy, unless the client wants no cached answer
+    garbled        bytes that are no HTTP
+    surplus        7 bytes more than the Content-Length says
+    unsized        a Content-Range that does not say the size of the object
+    bare           no Content-Range
     whole          200 with the whole object in place of a range
     shifted        the range one byte later, with a Content-Range that says so
     short, longer  half of the bytes, or 7 more, with a Content-Length and a Content-Range that agree
@@ -34,6 +43,7 @@ import hashlib
 import itertools
 import re
 import socket
+import ssl
 import threading
 import time
 import xml.etree.ElementTree as ET
@@ -85,6 +95,7 @@ class Fault:
     at: int
     times: float
     before: dict[str, Stored]
+    signatures: set[str]
     seen: int = 0
     hits: int = 0
 
@@ -98,21 +109,35 @@ class Answer:
 
 
 class StoreServer:
-    """Use as a context; `page` is the number of keys in an answer to LIST, `before` is called before a request."""
+    """Use as a context; `page` is the number of keys in an answer to LIST, `before` is called before a request.
 
-    def __init__(self, page: int = 3) -> None:
+    `secured`: the files of a certificate and its key, for TLS. `web` is the root for a client of plain HTTP.
+    """
+
+    def __init__(self, page: int = 3, secured: tuple[Path, Path] | None = None) -> None:
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
         self.next: dict[str, bytes] = {}
         self.log: list[Request] = []
         self.faults: list[Fault] = []
+        self.signatures: set[str] = set()
         self.before: Callable[[str, str], object] = lambda what, key: None
         self.page, self.lock, self.closing = page, threading.RLock(), threading.Event()
         self._server = Server(("127.0.0.1", 0), type("Bound", (Handler,), {"store": self}))
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self.prefix = f"bucket{next(_NUMBERS)}/root"
-        self.root = f"s3://{self.prefix}"
+        if secured is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(*secured)
+            self._server.socket = context.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        scheme = "http" if secured is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self._server.server_port}"
+        self.move(f"bucket{next(_NUMBERS)}/root")
         self.options = {"key": "KEY", "secret": "secret", "endpoint_url": self.url}
+
+    def move(self, prefix: str) -> None:
+        """Have the root elsewhere, BUCKET/FOLDER."""
+        self.prefix, self.root, self.web = prefix, f"s3://{prefix}", f"{self.url}/{prefix}"
 
     def __enter__(self) -> "StoreServer":
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
@@ -128,7 +153,7 @@ class StoreServer:
 
     def fault(self, kind: str, what: str, key: str = "*", *, at: int = 1, times: float = 1) -> Fault:
         """Set a fault for requests WHAT whose BUCKET/KEY matches."""
-        self.faults.append(Fault(kind, what, key, at, times, dict(self.objects)))
+        self.faults.append(Fault(kind, what, key, at, times, dict(self.objects), {*self.signatures} - {""}))
         return self.faults[-1]
 
     def load(self, folder: Path) -> None:
@@ -249,11 +274,19 @@ class StoreServer:
             time.sleep(0.2)
         elif kind == "stale":
             return self._list(key, query, fault.before)
+        elif kind == "unsized":
+            answer.headers["Content-Range"] = f"bytes {first}-{end - 1}/*"
+        elif kind == "bare":
+            answer.headers.pop("Content-Range", None)
+        elif kind == "surplus":
+            answer.length, answer.body = len(answer.body), answer.body + bytes(7)
         elif kind == "retagged":
             answer.headers["ETag"] = f'"{md5(str(fault.hits).encode())}"'
-        elif kind in ("flipped", "noise") and answer.body:
+        elif kind == "cached" and headers.get("Cache-Control") == "no-cache":
+            pass
+        elif kind in ("flipped", "noise", "cached") and answer.body:
             body = bytearray(answer.body)
-            at = 0 if kind == "flipped" else fault.hits % (8 * len(body))
+            at = 0 if kind != "noise" else fault.hits % (8 * len(body))
             body[at // 8] ^= 1 << at % 8
             answer.body = bytes(body)
         elif kind == "cut":
@@ -286,6 +319,7 @@ class Handler(BaseHTTPRequestHandler):
         store, fault = self.store, None
         store.before(what, key)
         with store.lock:
+            store.signatures.add(query.get("X-Amz-Signature", ""))
             fault = store.wrong(what, key)
             kind = fault.kind if fault else ""
             if kind == "misstored":
@@ -296,10 +330,18 @@ class Handler(BaseHTTPRequestHandler):
                 store.put(name, data)
             if kind.isdigit():
                 found = error(int(kind))
+            elif kind.startswith("expired") and kind[8:] in self._credential(query):
+                found = error(400, "ExpiredToken")
+            elif kind == "links" and "X-Amz-Signature" in query:
+                found = error(400)
+            elif kind == "strange" and "If-Match" in self.headers:
+                found = error(412)
+            elif kind == "revoked" and query.get("X-Amz-Signature") in fault.signatures:
+                found = error(403)
             elif kind == "redirect":
                 found = error(307)
                 found.headers["Location"] = f"{store.url}/elsewhere{self.path}"
-            elif kind in ("hang", "reset"):
+            elif kind in ("hang", "reset", "garbled"):
                 found = Answer(0)
             elif kind == "lost":
                 found = Answer(headers={"ETag": f'"{md5(body)}"'})
@@ -310,12 +352,17 @@ class Handler(BaseHTTPRequestHandler):
             store.log.append(Request(what, key, self.headers.get("Range", ""), found.status, sent))
         if kind == "hang":
             store.closing.wait()
-        if fault is None or kind not in ("hang", "reset", "done reset"):
+        if kind == "garbled":
+            self.wfile.write(b"\x16\x03\x01 no HTTP\r\n\r\n")
+        if fault is None or kind not in ("hang", "reset", "garbled", "done reset"):
             self._send(found if fault is None else store.wrongly(fault, key, query, self.headers, found))
         else:
             self.close_connection = True
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer
+
+    def _credential(self, query: dict[str, str]) -> str:
+        return f"{self.headers.get('Authorization')} {query.get('X-Amz-Credential')}"
 
     def _what(self, query: dict[str, str]) -> str:
         if "uploadId" in query:

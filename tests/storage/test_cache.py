@@ -1,203 +1,168 @@
-"""Objects fetched once per machine: one download for all processes, never wrong, nothing left behind."""
+"""Sample tables of URLs are copied once per machine: one download for all processes, never wrong, nothing left behind."""
 
+import contextlib
 import errno
 import hashlib
-import multiprocessing
+import json
 import os
+import shutil
 import signal
-import time
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 
-from sa1b.errors import LockedError
-from sa1b.storage import cache as cache_module
-from sa1b.storage.atomic import lock
-from sa1b.storage.cache import default_folder, fetch_once
-from sa1b.storage.errors import DamageError, MissingError, StorageError
-from sa1b.storage.reader import Reader
-from tests.storage.conftest import HASTY, SIZE, Store
-from tests.storage.service import Service
+import sa1b
+from sa1b.storage.errors import DamageError, StorageError
+from tests.directories import images
+from tests.storage.store_server import StoreServer
+from tests.storage.test_wrong_answers import EVER, made, other, store, tars
 
-SPAWN = multiprocessing.get_context("spawn")
+__all__ = ["made", "other", "store", "tars"]
+TABLE = "*/samples-*.bin"
 
 
 @pytest.fixture
-def digest(store: Store) -> str:
-    return hashlib.sha256(store.bytes()).hexdigest()
+def digest(made, store):
+    """The sha256 of the table; the store has the directory."""
+    store.load(made)
+    return str(json.loads((made / "dataset.json").read_text())["samples"]["sha256"])
 
 
-def files_in(folder: Path) -> list[str]:
+def opened(store):
+    return sa1b.open(store.root, storage_options=store.options)
+
+
+def copies():
+    """The files of the cache of tables."""
+    folder = Path(os.environ["XDG_CACHE_HOME"])
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_copy_lies_under_its_digest_and_is_not_fetched_again(
-    store: Store, digest: str, tmp_path: Path
-) -> None:
-    with Reader("s3://data", options=store.options()) as reader:
-        path = fetch_once(reader, "a.bin", digest, tmp_path)
-        assert path == tmp_path / digest / "a.bin"
-        assert path.read_bytes() == store.bytes()
-        attempts = reader.counters().attempts
-        assert fetch_once(reader, "a.bin", digest, tmp_path) == path
-        assert reader.counters().attempts == attempts
-    assert files_in(tmp_path) == [f"{digest}/a.bin"]
+@pytest.fixture
+def name(made, digest):
+    """Of the copy of the table."""
+    (table,) = made.glob("samples-*.bin")
+    return f"sa1b/{digest}/{table.name}"
 
 
-def fetch_at_once(reader: Reader, digest: str, folder: Path, barrier: Barrier) -> None:
-    barrier.wait(60)
-    with reader:
-        path = fetch_once(reader, "a.bin", digest, folder)
-        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            os._exit(3)
+def test_a_copy_lies_under_its_digest_and_is_not_fetched_again(made, store, digest, name):
+    for _ in range(2):
+        assert len(opened(store)) == 19
+        assert copies() == [name]
+    path = Path(os.environ["XDG_CACHE_HOME"]) / name
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
+    assert sum(one.sent for one in store.asked("GET", TABLE)) <= path.stat().st_size + 1
 
 
-def test_six_processes_at_once_download_once(store: Store, digest: str, tmp_path: Path) -> None:
-    before = store.service.ask({})
-    barrier = SPAWN.Barrier(6)
-    reader = Reader("s3://data", options=store.options())
-    processes = [
-        SPAWN.Process(target=fetch_at_once, args=(reader, digest, tmp_path, barrier)) for _ in range(6)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * 6
-    assert store.service.ask({})["bytes"] - before["bytes"] == SIZE + 1  # the size is requested with a byte
-    assert files_in(tmp_path) == [f"{digest}/a.bin"]
+HARMS = {
+    "flip": lambda data: data[:9] + bytes([data[9] ^ 4]) + data[10:],
+    "cut": lambda data: data[:-1],
+    "empty": lambda data: b"",
+    "longer": lambda data: data + b"\0",
+}
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "longer"])
-def test_a_damaged_copy_is_found_and_fetched_again(
-    store: Store, digest: str, tmp_path: Path, harm: str
-) -> None:
-    with Reader("s3://data", options=store.options()) as reader:
-        path = fetch_once(reader, "a.bin", digest, tmp_path)
-        data = bytearray(path.read_bytes())
-        if harm == "flip":
-            data[SIZE // 2] ^= 4
-        elif harm == "cut":
-            del data[-1:]
-        elif harm == "empty":
-            data.clear()
-        else:
-            data += b"\0"
-        path.write_bytes(data)
-        assert fetch_once(reader, "a.bin", digest, tmp_path).read_bytes() == store.bytes()
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_copy_is_found_and_fetched_again(made, store, name, harm):
+    opened(store)
+    path = Path(os.environ["XDG_CACHE_HOME"]) / name
+    data = path.read_bytes()
+    path.write_bytes(HARMS[harm](data))
+    assert images(store.root, storage_options=store.options) == images(made)
+    assert path.read_bytes() == data
+    assert copies() == [name]
 
 
-def fetch_slowly(reader: Reader, digest: str, folder: Path) -> None:
-    fetch_once(reader, "a.bin", digest, folder)
+def test_a_killed_download_is_cleared_by_the_next_one_of_any_dataset(made, other, store, name):
+    store.fault("hang", "GET", TABLE, at=2)  # after its size
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            opened(store)
+        os._exit(1)
+    try:
+        while len(store.asked("GET", TABLE)) < 2:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        assert len(copies()) == 1  # of what is in progress
+        with StoreServer() as second:
+            second.load(other)
+            opened(second)
+            assert len(copies()) == 2  # which another process leaves alone
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert name not in copies()
+    whole = {one for one in copies() if one.endswith(".bin")}
+    (one,) = whole
+    (Path(os.environ["XDG_CACHE_HOME"]) / one).unlink()
+    with StoreServer() as second:
+        second.load(other)
+        opened(second)
+    assert copies() == [one]
+    opened(store)
+    assert copies() == sorted([one, name])
 
 
-def test_a_killed_download_leaves_the_lock_free_and_its_partial_is_cleared(
-    store: Store, digest: str, tmp_path: Path
-) -> None:
-    partial = tmp_path / digest / ".partial"
-    with Service("fault_proxy", store.port, 1, 1.0, "stall_body") as proxy:
-        reader = Reader("s3://data", options=store.options(proxy.port), attempt_timeout=60)
-        process = SPAWN.Process(target=fetch_slowly, args=(reader, digest, tmp_path))
-        process.start()
-        end = time.monotonic() + 120
-        while not partial.exists():
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        with pytest.raises(LockedError), lock(tmp_path / digest):
-            pass
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join(60)
-    assert partial.exists()
-    other = tmp_path / ("0" * 64)
-    other.mkdir()
-    (other / ".partial").write_bytes(b"of a download that was killed")
-    with Reader("s3://data", options=store.options()) as reader:
-        fetch_once(reader, "a.bin", digest, tmp_path)
-    assert files_in(tmp_path) == [f"{digest}/a.bin"]
+def test_another_table_in_the_store_is_damage_and_nothing_is_left(made, store, digest):
+    (key,) = [key for key in store.objects if "samples-" in key]
+    data = store.objects[key].data[:-1] + b"x"
+    store.put(key, data)
+    found = hashlib.sha256(data).hexdigest()
+    with pytest.raises(DamageError, match=rf"^s3://{key}: sha256 {found}, {digest} expected") as caught:
+        opened(store)
+    assert (caught.value.found, caught.value.expected) == (found, digest)
+    assert copies() == []
 
 
-def test_a_download_in_progress_is_left_alone_by_others(store: Store, digest: str, tmp_path: Path) -> None:
-    other = tmp_path / ("0" * 64)
-    other.mkdir()
-    (other / ".partial").write_bytes(b"in progress")
-    with Reader("s3://data", options=store.options()) as reader, lock(other):
-        fetch_once(reader, "a.bin", digest, tmp_path)
-    assert files_in(tmp_path) == [f"{other.name}/.partial", f"{digest}/a.bin"]
+@pytest.mark.parametrize(
+    ("kind", "error"), [("404", Exception), ("403", StorageError), ("retagged", StorageError)]
+)
+def test_a_table_that_cannot_be_read_leaves_nothing(store, digest, kind, error):
+    fault = store.fault(kind, "GET", TABLE, times=EVER)
+    with pytest.raises(error, match=rf"{store.root}/samples-"):
+        opened(store)
+    assert fault.hits
+    assert copies() == []
 
 
-def test_another_digest_in_the_store_is_damage_and_nothing_is_left(store: Store, tmp_path: Path) -> None:
-    wrong = "ab" * 32
-    with (
-        Reader("s3://data", options=store.options()) as reader,
-        pytest.raises(DamageError, match=f"s3://data/a.bin: sha256 .*, {wrong} expected") as caught,
-    ):
-        fetch_once(reader, "a.bin", wrong, tmp_path)
-    assert caught.value.found == hashlib.sha256(store.bytes()).hexdigest()
-    assert files_in(tmp_path) == []
-
-
-def test_a_missing_object_is_missing_and_nothing_is_left(store: Store, tmp_path: Path) -> None:
-    with Reader("s3://data", options=store.options()) as reader, pytest.raises(MissingError):
-        fetch_once(reader, "none.bin", "ab" * 32, tmp_path)
-    assert files_in(tmp_path) == []
-
-
-def test_bits_that_flip_in_transit_are_fixed(
-    store: Store, digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("sa1b.storage.cache", "sa1b.storage.reader"):
-        monkeypatch.setattr(f"{module}.PIECE", 100_000)  # forty pieces, none with a crc
-    with (
-        Service("fault_proxy", store.port, 3, 0.2, "flip", "short", "reset_body", "busy") as proxy,
-        Reader("s3://data", options=store.options(proxy.port), retry_policy=HASTY) as reader,
-    ):
-        assert fetch_once(reader, "a.bin", digest, tmp_path).read_bytes() == store.bytes()
-        assert any(kind == "flip" for *_, kind in proxy.ask({"do": "log"})["faults"])
-
-
-def test_a_full_disk_names_the_file_and_leaves_nothing(
-    store: Store, digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_: int) -> None:
+def test_a_full_disk_names_the_file_and_leaves_nothing(store, digest, monkeypatch):
+    def full(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with (
-        Reader("s3://data", options=store.options()) as reader,
-        pytest.raises(OSError, match=f"No space left.*{tmp_path}/{digest}"),
-    ):
-        fetch_once(reader, "a.bin", digest, tmp_path)
-    assert files_in(tmp_path) == []
+    with pytest.raises(OSError, match=f"No space left.*{os.environ['XDG_CACHE_HOME']}/sa1b/{digest}"):
+        opened(store)
+    assert copies() == []
 
 
-def test_a_local_root_needs_no_copy(store: Store, digest: str, tmp_path: Path) -> None:
-    with Reader(store.folder / "data") as reader:
-        assert fetch_once(reader, "a.bin", digest, tmp_path) == store.folder / "data" / "a.bin"
-    assert files_in(tmp_path) == []
+def test_a_folder_needs_no_copy(made, store):
+    assert len(sa1b.open(made)) == 19
+    assert copies() == []
 
 
-def test_what_is_no_digest_is_refused(store: Store, tmp_path: Path) -> None:
-    with (
-        Reader("s3://data", options=store.options()) as reader,
-        pytest.raises(ValueError, match="is not a sha256"),
-    ):
-        fetch_once(reader, "a.bin", "../../" + "a" * 58, tmp_path)
+@pytest.mark.parametrize("digest_of_it", ["../../" + "a" * 58, "A" * 64, "ab"])
+def test_a_manifest_whose_digest_is_none_writes_nothing(made, store, tmp_path, digest_of_it):
+    root = shutil.copytree(made, tmp_path / "root")
+    document = (root / "dataset.json").read_text()
+    right = json.loads(document)["samples"]["sha256"]
+    (root / "dataset.json").write_text(document.replace(right, digest_of_it))
+    store.load(root)
+    with pytest.raises(Exception, match=r"sha256"):
+        opened(store)
+    assert copies() == []
 
 
-def test_the_default_folder_is_the_users_cache_or_a_private_temporary_one(
-    store: Store, digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+def test_the_default_folder_is_private_and_one_of_another_user_is_refused(
+    store, digest, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert default_folder() == tmp_path / f"sa1b-{os.getuid()}"
-    with Reader("s3://data", options=store.options()) as reader:
-        path = fetch_once(reader, "a.bin", digest)
-        assert path.is_relative_to(default_folder())
-        assert default_folder().stat().st_mode & 0o777 == 0o700
-        monkeypatch.setattr(cache_module.os, "getuid", lambda: 12345)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-        assert default_folder() == tmp_path / "xdg" / "sa1b"
-        with pytest.raises(StorageError, match="belongs to another user"):
-            fetch_once(reader, "a.bin", digest)
+    opened(store)
+    folder = tmp_path / f"sa1b-{os.getuid()}"
+    assert [path.name for path in folder.iterdir()] == [digest]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    uid = os.getuid()
+    folder.rename(tmp_path / f"sa1b-{uid + 1}")
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(StorageError, match=f"sa1b-{uid + 1}: belongs to another user; set XDG_CACHE_HOME"):
+        opened(store)

@@ -216,7 +216,7 @@ def test_faults_change_no_byte_of_an_upload(
 ) -> None:
     with (
         Service("fault_proxy", _port(ceph_bucket), 5, rate, *FAULTS) as proxy,
-        through(proxy, ceph_bucket, replace(HASTY, min_throughput=5e6)) as store,
+        through(proxy, ceph_bucket, replace(HASTY, min_throughput=5e6, deadline=600)) as store,
     ):
         for seed in range(2):
             path, data = file_of(tmp_path / "staged", size, seed)

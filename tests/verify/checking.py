@@ -1,6 +1,8 @@
 """Shared code of verify's tests: a check in this process, and ways to damage files."""
 
 import json
+import re
+import shlex
 from types import SimpleNamespace
 
 from sa1b.shards.documents import SEAL, seal_of
@@ -23,6 +25,13 @@ def check(root, *, workers=1, quiet=True, **options):
 def check_here(root, **options):
     """In this process, for tests that patch it."""
     return verify(root, workers=0, quiet=True, **options)
+
+
+def commands_in(advice):
+    """The words of each command in an advice, without the program; it is safe to paste."""
+    found = re.findall("`([^`]+)`", advice)
+    assert not any(re.search(r"[<>|&;]|\brm\b", re.sub("'[^']*'", "", one)) for one in found)
+    return [shlex.split(re.sub(r"^.*?\bsa1b ", "", one, count=1)) for one in found]
 
 
 def kinds(report):

@@ -10,7 +10,6 @@ Clean, and every image is there with its bytes. A violation is printed with its 
 """
 
 import argparse
-import contextlib
 import hashlib
 import io
 import json
@@ -23,31 +22,16 @@ import tarfile
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import sa1b
-from sa1b.console import command
 from sa1b.errors import Sa1bError
-from sa1b.ingest.ingest import ingest, ingest_wanted
-from sa1b.ingest.policy import Policy
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.documents import Options
-from sa1b.shards.manifest import read_tasks
-from sa1b.shards.stored import no_ids
-from sa1b.sources.coco import CocoFormat
-from sa1b.sources.discovery import discover, formats_with
-from sa1b.sources.pairing import WantedPairs
-from sa1b.storage.store import FolderStore
-from sa1b.verify.report import VerifyReport
-from sa1b.verify.verify import verify
-from sa1b.views.verb_view import main as view
-from tests import processes
+from tests.kit import run
 from tests.shards import tiny
 from tests.shards.tiny_source import add_layer
+from tests.verify.checking import commands_in
 
 ROUNDS = 40  # of advice that is followed; in half of the cases one command, chosen at random, in each
 PART = (901, 903, 904, 907)  # the images that were fetched of sa_000009
@@ -109,25 +93,22 @@ def build(folder: Path) -> Template:
     held = {sample.image_id: (sample.jpeg, sample.annotations.to_json()) for sample in sa1b.open(root)}
     shards = {digest(path): ids_in(path.read_bytes()) for path in root.glob("*.tar")}
     assert len(held) == len(set[int]().union(*shards.values())) == 24
-    assert verify(root, workers=0, quiet=True).exit_code() == 0
+    run("verify", root)
     return Template(world, held, shards)
 
 
 def make(root: Path, paths: list[Path]) -> None:
-    """A dataset directory of sources, in this process, with a view."""
-    coco = CocoFormat(paths[-1].parent / "images", "hash")
-    root.mkdir()
-    options = Options(images_per_shard=3)
-    for source in discover(paths, formats=formats_with(coco)).sources:
-        if source.name == "sa_000009" and root.name == "root":
-            wanted = WantedPairs(np.array(PART, np.uint64), is_block=False)
-            part = replace(source, wanted=wanted)
-            ingest_wanted(part, FolderStore(root), options, Policy(), *[lambda _: None] * 2, no_ids())
-        else:
-            ingest(source, root, options, Policy())
-    write_dataset(root, read_tasks(root))
-    with contextlib.redirect_stdout(io.StringIO()):
-        view(str(root), held_out="30%", name="held")
+    """A dataset directory of sources, with a view and a layer."""
+    *tars, last = paths
+    options: dict[str, Any] = {"images_per_shard": 3, "workers": 1, "quiet": True}
+    if root.name == "root":
+        (part,) = (path for path in tars if path.stem == "sa_000009")
+        tars.remove(part)
+        sa1b.reshard([*tars, last], root, images=last.parent / "images", image_ids="hash", **options)
+        run("fetch", part, "--ids", last.parent / "ids.txt", "--out", root, "--images-per-shard", 3)
+    else:
+        sa1b.reshard(paths, root, **options)
+    run("view", root, "--held-out", "30%", "--name", "held")
     add_layer(root)
 
 
@@ -138,12 +119,6 @@ def ids_in(shard: bytes) -> set[int]:
 
 def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def start(world: Path, arguments: list[str]) -> Any:
-    return processes.run(
-        [sys.executable, "-m", "sa1b", *arguments], cwd=world, text=True, capture_output=True, timeout=300
-    )
 
 
 def damage(rng: random.Random, world: Path, kind: str, action: str) -> str:
@@ -188,13 +163,10 @@ def damage(rng: random.Random, world: Path, kind: str, action: str) -> str:
 
 def advised(report: dict[str, Any]) -> list[list[str]]:
     """The commands in a report of `verify`, in its order, as words without the program."""
-    program = command("verify").removesuffix(" verify")
     found = []
     for text in (*report["notes"], *(one["remedy"] for one in report["findings"])):
-        for line in re.findall("`([^`]+)`", text):
-            words = shlex.split(line.removeprefix(program))
-            if len(words) > 1:  # not such as: convert their sources with `sa1b reshard`
-                found.append(words)
+        # Not such as: convert their sources with `sa1b reshard`.
+        found += [words for words in commands_in(text) if len(words) > 1]
         if removal := re.match(r"remove (.+) and rebuild the view", text):
             found.append(["rm", *shlex.split(removal[1])])
         if move := re.match(r"move (.+) to another folder", text):
@@ -202,7 +174,7 @@ def advised(report: dict[str, Any]) -> list[list[str]]:
     return [list(one) for one in dict.fromkeys(map(tuple, found))]
 
 
-def typed(words: Iterable[str]) -> list[str]:
+def typed(words: Iterable[str], world: Path) -> list[str]:
     """Advice with the real paths, which a user puts in."""
     places = {
         "IDS.txt": "src/ids.txt",
@@ -211,7 +183,10 @@ def typed(words: Iterable[str]) -> list[str]:
         "train.tar": "src/train.json",
         "MASKS": "src/photos",
     }
-    return [re.sub(r"PATH/TO/(.+)", lambda one: places.get(one[1], f"src/{one[1]}"), word) for word in words]
+    return [
+        re.sub(r"PATH/TO/(.+)", lambda one: f"{world}/{places.get(one[1], f'src/{one[1]}')}", word)
+        for word in words
+    ]
 
 
 def needs_source(words: Iterable[str]) -> bool:
@@ -238,10 +213,12 @@ def follow(template: Template, world: Path, rng: random.Random, *, sources: bool
     found, log, said = [], [], set[str]()
     before = safe(template, world)
     all_at_once = rng.random() < 0.5
-    report = VerifyReport("", False)
     for _ in range(ROUNDS):
-        report = verify(world / "root", workers=0, quiet=True)
-        todo = [words for words in advised(report.document()) if sources or not needs_source(words)]
+        done = run("verify", world / "root", "--json", code=None)
+        if done.code == 2 and not done.out:  # nothing is left to repair
+            return [*found, f"verify: {done.err}"] if before else found
+        report = done.json
+        todo = [words for words in advised(report) if sources or not needs_source(words)]
         todo = [words for words in todo if sources or shlex.join(words) not in said]
         for words in todo if all_at_once else rng.sample(todo, min(1, len(todo))):
             said.add(shlex.join(words))
@@ -251,12 +228,12 @@ def follow(template: Template, world: Path, rng: random.Random, *, sources: bool
             if words[0] == "mv":
                 Path(words[1]).replace(world / "moved")
                 continue
-            process = start(world, typed(words))
-            log.append(f"{shlex.join(typed(words))}: {process.returncode} {process.stderr.strip()[-300:]}")
-            if table := re.search(r"(/\S+\.bin): lists .* move this file to another folder", process.stderr):
+            ended = run(*typed(words, world), code=None)
+            log.append(f"{shlex.join(typed(words, world))}: {ended.code} {ended.err.strip()[-300:]}")
+            if table := re.search(r"(/\S+\.bin): lists .* move this file to another folder", ended.err):
                 Path(table[1]).replace(world / "moved")
-            if "Traceback" in process.stderr:
-                found.append(f"a traceback of {words}: {process.stderr}")
+            if "Traceback" in ended.err:
+                found.append(f"a traceback of {words}: {ended.err}")
             now = safe(template, world)
             if lost := sorted(before - now):
                 found.append(f"{words} lost {lost}")
@@ -264,12 +241,13 @@ def follow(template: Template, world: Path, rng: random.Random, *, sources: bool
         if not todo:
             break
     missing = sorted(template.images.keys() - served(template, world))
-    if sources and (report.exit_code() != 0 or missing):
-        found.append(f"at the end: exit code {report.exit_code()}, missing {missing}")
-    elif not sources and report.exit_code() == 0 and (lost := sorted(before & set(missing))):
+    code = report["exit_code"]
+    if sources and (code != 0 or missing):
+        found.append(f"at the end: exit code {code}, missing {missing}")
+    elif not sources and code == 0 and (lost := sorted(before & set(missing))):
         found.append(f"Clean without {lost}, which are in intact shards")
     if found:
-        found += [*log, *(f"{one.line()} | {one.remedy}" for one in report.findings[:3]), *report.notes]
+        found += [*log, *map(str, report["findings"][:3]), *report["notes"]]
     return found
 
 
@@ -285,11 +263,7 @@ def case(template: Template, folder: Path, seed: str, damages: list[tuple[str, s
     shutil.copytree(template.world, world)
     what = [damage(rng, world, *one) for one in damages]
     sources = rng.random() < 0.7
-    before = safe(template, world)
-    try:
-        found = follow(template, world, rng, sources=sources)
-    except Sa1bError as error:  # of verify itself: nothing is left to repair
-        found = [f"verify: {error}"] if before else []
+    found = follow(template, world, rng, sources=sources)
     return [f"{seed}: {'; '.join(what)}; {'with' if sources else 'without'} sources: {one}" for one in found]
 
 

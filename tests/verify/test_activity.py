@@ -1,211 +1,202 @@
-"""A check while others work on the directory, and of directories that are not complete."""
+"""A check while other commands work on the directory, of directories that are not complete, and what it leaves alone."""
 
+import json
 import shutil
+from hashlib import sha256
 
 import pytest
 
-import sa1b
-from sa1b.console import command
-from sa1b.ingest.finish import finish
-from sa1b.ingest.policy import IngestRun, Policy
-from sa1b.ingest.reshard import reshard
-from sa1b.shards import manifest
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.documents import Options
-from sa1b.storage.claim import Claim
-from sa1b.storage.store import FolderStore
-from sa1b.verify import root_check
-from sa1b.verify import verify as verify_module
-from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
-from tests.verify.checking import check_here, content, kinds
+from tests.directories import IDS, images, reshard
+from tests.kit import files, put, refused, run
+from tests.shards.tiny_source import pairs, write_source
+from tests.steps import steps
+from tests.verify import opened
+from tests.verify.checking import commands_in, content
+from tests.verify.opened import ended, standing
+
+SHARD, LAST = "sa1b-000001-0001.tar", "sa1b-000002-0000.tar"
+NEW = [500, 501, 502]
+CHANGES = {
+    "added": "reshard NEW --out ROOT --images-per-shard 5 --workers 1",
+    "replaced": "reshard OTHER --out ROOT --images-per-shard 5 --workers 1 --replace",
+    "read again": "reshard TAR --out ROOT --images-per-shard 5 --workers 1 --redo sa_000002",
+    "dropped": "reshard --out ROOT --drop sa_000002",
+}
 
 
-def test_a_partial_directory_is_clean_and_says_so_once(root):
-    write_dataset(root, manifest.read_tasks(root), {"sa_000007": "gzip stream is cut"}, ["sa_000008", "x"])
-    report = check_here(root)
-    assert (report.findings, report.exit_code()) == ([], 0)
-    assert [note for note in report.notes if "partial" in note] == [
-        "partial: failed sources 1, pending 2; dataset.json lists them"
-    ]
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    """Sources that are not in the directory: a third one, and another one with the name of the second."""
+    folder = tmp_path_factory.mktemp("more")
+    new = write_source(folder / "sa_000003.tar", pairs(NEW, seed=3))
+    return new, write_source(folder / "other" / "sa_000002.tar", pairs(range(600, 609), seed=4))
 
 
-def test_what_is_being_worked_on_is_a_note(root):
-    """A source that is done again: its task file is gone for a moment, its shards are there."""
-    (root / "tasks" / "sa_000002.json").unlink()
-    (root / ".partial").mkdir(exist_ok=True)
-    (root / ".partial" / "node7-4711").mkdir()
-    shutil.copy(root / "sa1b-000001-0000.tar", root / "sa1b-000003-0000.tar")
-    with (
-        Claim.take(FolderStore(root), "tasks/sa_000002.claim"),
-        Claim.take(FolderStore(root), "tasks/sa_000003.claim"),
-    ):
-        report = check_here(root)
-    assert report.findings == []
-    (first, second, staging) = report.notes
-    assert first.startswith("source sa_000002 is being worked on by ")
-    assert second.startswith("source sa_000003 is being worked on by ")
-    assert "node7-4711" in staging
-    assert report.shards == 4  # the shard of sa_000002 may change at any moment
+@pytest.fixture
+def root(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "root")
 
 
-def test_a_source_that_dataset_json_does_not_list_yet_is_a_note(sources, tmp_path):
-    root = make_root(tmp_path / "root", sources, ROOTS["plain"])
-    write_dataset(root, {"sa_000002": manifest.read_tasks(root)["sa_000002"]})
-    report = check_here(root)
-    assert report.findings == []
-    (note,) = report.notes
-    assert "does not list yet: sa_000001" in note
-    assert f"`{command('reshard')} --out {root} --finish`" in note
+def change(name, root, tars, more):
+    places = {"NEW": more[0], "OTHER": more[1], "TAR": tars[1], "ROOT": root}
+    return [str(places.get(word, word)) for word in CHANGES[name].split()]
 
 
-def test_an_unlisted_task_file_that_is_damaged_is_a_finding(root):
-    (root / "tasks" / "sa_000009.json").write_text("{")
-    assert {(one.kind, one.file) for one in check_here(root).findings} == {
-        ("task_unreadable", "tasks/sa_000009.json")
-    }
+@pytest.mark.parametrize(
+    ("name", "file", "at"),
+    [
+        *((name, "sa1b-000001-0000.tar", 1) for name in CHANGES),
+        ("replaced", "tasks/sa_000002.json", 1),
+        ("replaced", "dataset.json", 2),  # it is compared with what was read of it
+        ("replaced", LAST, 1),
+        ("dropped", LAST, 1),
+        ("added", "dataset.json", 3),
+    ],
+)
+def test_what_another_command_changes_during_the_check_is_no_damage(
+    root, tars, more, tmp_path, name, file, at
+):
+    with standing(tmp_path / "told", root / file, "verify", root, at=at) as process:
+        assert run(*change(name, root, tars, more), code=None).code in (0, 3)
+    done = ended(process)
+    assert (done.code, done.json["findings"], done.json["unchecked"]) == (0, [], {}), done.err
+    # What another command wrote is no leftover of an interrupted one.
+    assert not any("interrupted" in note for note in done.json["notes"])
+    assert run("verify", root, "--json").json["findings"] == []
+
+
+@pytest.mark.parametrize("name", ["added", "replaced"])
+def test_what_another_command_is_writing_is_no_damage_and_not_locked(root, tars, more, name):
+    with steps(root, *change(name, root, tars, more)) as changes:
+        for count, _ in enumerate(changes):
+            if count % 3 == 0:
+                before = content(root)
+                report = run("verify", root, "--deep", "--json").json
+                assert (report["findings"], content(root)) == ([], before)
+    assert changes.code in (0, 3)  # 3: an image of the first source was refused
+    assert not any("sa_0" in note for note in run("verify", root, "--json").json["notes"])
+
+
+def test_claims_count_where_their_age_cannot_be_measured(root, tmp_path):
+    """A directory that cannot be written to, such as a snapshot taken while reshard was running."""
+    put(root, "tasks/sa_000002.claim", b"{}")
+    put(root, "tasks/sa_000002.json", None)
+    done = opened.run(tmp_path / "told", "read_only", root / "*", "verify", root, "--json")
+    assert (done.code, done.json["findings"]) == (0, [])
+    assert done.json["notes"][0].startswith("source sa_000002 is being worked on")
+
+
+# Directories that are not complete
+
+
+def test_a_directory_with_a_source_that_failed_is_clean_and_says_so(root, tmp_path):
+    (tmp_path / "sa_000007.tar").write_bytes(b"\x1f\x8b no gzip behind it")
+    reshard(root, tmp_path / "sa_000007.tar")
+    report = run("verify", root, "--json").json
+    assert report["findings"] == []
+    assert "sa_000007" in "\n".join(report["notes"])
+
+
+@pytest.mark.parametrize("case", ["a new one", "with images of another", "without its task file"])
+def test_a_source_that_dataset_json_does_not_list_is_added_by_the_printed_command(root, tmp_path, case):
+    other, is_twin, is_lost = tmp_path / "other", "another" in case, "without" in case
+    reshard(other, write_source(tmp_path / "sa_000009.tar", pairs(IDS[:3] if is_twin else NEW)))
+    for path in (*other.glob("sa1b-*"), *(() if is_lost else other.glob("tasks/*"))):
+        shutil.copy(path, root / path.relative_to(other))
+    before, report = images(root), run("verify", root, "--json").json
+    assert report["unlisted_images"] == (3 if is_lost else 0)
+    (note,) = report["notes"]
+    (words,) = commands_in(note)
+    run(*words, code=None)
+    assert images(root).items() >= before.items()
+    assert sorted(images(root)) == (IDS if is_twin else [*IDS, *NEW])
+    notes = [note for note in run("verify", root, "--json").json["notes"] if "sa_000009" in note]
+    assert [commands_in(note) for note in notes] == ([[]] if is_twin else [])
 
 
 def test_leftovers_of_failed_and_interrupted_runs_are_notes(root):
-    (root / "tasks" / "sa_000009.failed").write_text('{"error": "SourceError", "message": "cut"}')
-    (root / "tasks" / "sa_000010.samples").write_bytes(b"")
-    (root / "samples-0123456789abcdef.bin").write_bytes(b"")
-    report = check_here(root)
-    assert report.findings == []
-    notes = "\n".join(report.notes)
-    for said in ("failed: sa_000009", "sa_000010.samples", "samples-0123456789abcdef.bin"):
-        assert said in notes
+    put(root, "tasks/sa_000009.failed", b'{"error": "SourceError", "message": "cut"}')
+    for name in ("tasks/sa_000010.samples", "samples-0123456789abcdef.bin", ".partial/node7-4711/owner"):
+        put(root, name, b"")
+    report = run("verify", root, "--json").json
+    assert report["findings"] == []
+    for name in ("sa_000009", "sa_000010.samples", "samples-0123456789abcdef.bin", "node7-4711"):
+        assert name in "\n".join(report["notes"])
 
 
 def test_an_interrupted_rebuild_is_a_note_only_if_something_is_damaged(root):
-    (root / ".index-progress.jsonl").write_bytes(b"")
-    assert check_here(root).notes == []  # repaired by other means since
+    put(root, ".index-progress.jsonl", b"")
+    assert run("verify", root, "--json").json["notes"] == []  # repaired by other means since
     next(root.glob("*.parquet")).unlink()
-    (note,) = check_here(root).notes
-    assert f"sa1b index {root}` resumes it" in note
+    (note,) = run("verify", root, "--json", code=1).json["notes"]
+    assert commands_in(note) == [["index", str(root)]]
 
 
-def test_nothing_is_changed_or_locked(root):
-    before = content(root)
-    with Claim.take(FolderStore(root), ".dataset.claim"):
-        check_here(root, deep=True)
-    assert content(root) == before
+def test_directories_that_are_none_are_refused(root):
+    for name in ("sa_000001", "sa_000002"):
+        run("reshard", "--out", root, "--drop", name)
+    for place in (root, "memory://nothing/there"):
+        refused("verify", place, names=str(place))
 
 
-def test_claims_count_where_their_age_cannot_be_measured(root, monkeypatch):
-    """A directory that cannot be written to, such as a snapshot taken while reshard was running."""
-    (root / "tasks" / "sa_000002.claim").write_text("{}")
-    (root / "tasks" / "sa_000002.json").unlink()
-
-    def refuse(self, folder=""):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(FolderStore, "now", refuse)
-    report = check_here(root)
-    assert report.findings == []
-    assert (
-        report.notes[0]
-        == "source sa_000002 is being worked on by another process: its task file is not checked"
-    )
+def test_sources_that_an_earlier_version_wrote_without_rows_are_clean(root):
+    document = json.loads(files(root)["dataset.json"])
+    for name in document["sources"]:
+        task = json.loads(files(root)[f"tasks/{name}.json"])
+        del task["samples"]
+        document["sources"][name] = written(root, name, task)
+        put(root, f"tasks/{name}.samples", None)
+    put(root, "dataset.json", f"{json.dumps(document, indent=1)}\n".encode())
+    report = run("verify", root, "--deep", "--json").json
+    assert (report["findings"], report["notes"], report["images"]) == ([], [], len(IDS))
+    assert sorted(images(root)) == IDS
 
 
-def grow_during(monkeypatch, action):
-    """Call `action` once, after the first shard was checked."""
-    real, done = verify_module.check_shard, []
-
-    def checked(expected, *arguments, **options):
-        result = real(expected, *arguments, **options)
-        if not done:
-            done.append(action())
-        return result
-
-    monkeypatch.setattr(verify_module, "check_shard", checked)
+def written(root, name, task):
+    """Write a task file; its digest, without what differs between copies of a source."""
+    put(root, f"tasks/{name}.json", f"{json.dumps(task, indent=1)}\n".encode())
+    source = {key: value for key, value in task["source"].items() if key not in ("mtime_ns", "md5")}
+    sealed = {key: value for key, value in task.items() if key != "format"} | {"source": source}
+    return sha256(f"{json.dumps(sealed, indent=1)}\n".encode()).hexdigest()
 
 
-def test_a_source_added_during_the_check(root, sources, tmp_path, monkeypatch):
-    new = write_source(tmp_path / "sa_000003.tar", pairs(range(500, 503), seed=3))
-
-    def add():
-        reshard(
-            [*sources, new], root, Options(images_per_shard=5), Policy(), IngestRun(workers=1, quiet=True)
-        )
-
-    grow_during(monkeypatch, add)
-    report = check_here(root)
-    assert (report.findings, report.shards) == ([], 5)
-    assert len(manifest.read_dataset(root)["sources"]) == 3
+# What could not be checked is no damage
 
 
-def test_a_source_replaced_during_the_check_is_no_damage(root, tmp_path, monkeypatch):
-    other = write_source(tmp_path / "other" / "sa_000002.tar", pairs(range(600, 609), seed=4))
-    run = IngestRun(workers=1, quiet=True, replace=True)
-    grow_during(monkeypatch, lambda: reshard([other], root, Options(images_per_shard=5), Policy(), run))
-    report = check_here(root)
-    assert report.findings == []
-    assert any("replaced or dropped while they were checked" in note for note in report.notes)
-    monkeypatch.undo()
-    assert check_here(root).findings == []
+@pytest.mark.parametrize("fault", ["no_memory", "no_thread"])
+def test_a_shard_that_a_process_without_memory_or_threads_leaves_is_not_damaged(root, tmp_path, fault):
+    done = opened.run(tmp_path / "told", fault, root / "sa1b-000001-0001.*", "verify", root, "--json")
+    assert (done.code, done.json["findings"], list(done.json["unchecked"])) == (2, [], [SHARD])
+    assert done.json["shards"] == 4
 
 
-@pytest.mark.parametrize("parts", [10_001])
-def test_shards_are_taken_by_the_number_of_their_part(root, parts):
-    """Part 10,000 comes after part 9,999 everywhere: the table counts shards in this order."""
-    task = manifest.read_tasks(root)["sa_000002"]
-    (info,) = task.shards
-    names = [f"sa1b-000002-{part:04d}.tar" for part in range(parts)]
-    from dataclasses import replace
-
-    from sa1b.verify.recover import lost_sources
-    from sa1b.verify.report import VerifyReport
-    from sa1b.verify.root_check import RootCheck
-
-    many = replace(task, shards=[replace(info, name=name) for name in names])
-    manifest.write_task(root, many)
-    (root / "dataset.json").unlink()
-    expected = [one.info.name for one in RootCheck(root, VerifyReport(str(root), False)).expected()]
-    assert expected[-parts:] == names
-    for name in names[1:]:
-        (root / name).touch()
-    shutil.rmtree(root / "tasks")
-    assert lost_sources(root, {}, None)["sa_000002"] == names
-    report = check_here(root)
-    assert "dataset_missing" in kinds(report)
+@pytest.mark.parametrize("pattern", ["sa1b-*.parquet", "sa1b-000001-0001.parquet"], ids=["all", "one"])
+def test_shards_whose_processes_are_killed_are_not_checked_and_not_damaged(root, tmp_path, pattern):
+    """As the kernel kills for lack of memory: the others are checked, and the check ends."""
+    lost = sorted(path.with_suffix(".tar").name for path in root.glob(pattern))
+    words = ["verify", root, "--workers", 2]
+    done = opened.run(tmp_path / "told", "killed", root / pattern, *words, "--json")
+    assert (done.code, done.json["findings"], done.json["shards"]) == (2, [], 5 - len(lost))
+    assert sorted(done.json["unchecked"]) == lost
+    text = opened.run(tmp_path / "told", "killed", root / pattern, *words)
+    assert (text.code, text.out.splitlines()[-1]) == (2, f"NOT CHECKED: {root}")
+    assert not commands_in(text.out)
 
 
-def test_a_source_replaced_while_the_files_are_read_is_no_damage(root, tmp_path, monkeypatch):
-    """All files are of one version of dataset.json."""
-    other = write_source(tmp_path / "other" / "sa_000002.tar", pairs(range(600, 609), seed=4))
-    real, done = root_check.TaskCheck, []
-
-    def replaced(*arguments):
-        if not done:
-            done.append(True)
-            run = IngestRun(workers=1, quiet=True, replace=True)
-            reshard([other], root, Options(images_per_shard=5), Policy(), run)
-        return real(*arguments)
-
-    monkeypatch.setattr(root_check, "TaskCheck", replaced)
-    report = check_here(root)
-    assert (report.findings, report.notes) == ([], [])
+def test_the_text_and_the_json_of_thousands_of_findings_are_short(root):
+    put(root, "quarantine/sa_000001/refused.jsonl", b"no entry\n" * 1500)
+    done = run("verify", root, code=1)
+    assert len(done.out.splitlines()) < 60
+    assert "1,500" in done.out
+    report = run("verify", root, "--json", code=1).json
+    assert 1500 <= sum(report["counts"]["quarantine/sa_000001/refused.jsonl"].values()) < 1510
+    assert len(report["findings"]) < 1100
 
 
-def test_shards_of_a_source_added_during_the_check_are_no_leftovers(root, sources, tmp_path, monkeypatch):
-    new = write_source(tmp_path / "sa_000003.tar", pairs(range(500, 503), seed=3))
-    grow_during(
-        monkeypatch,
-        lambda: reshard([new], root, Options(images_per_shard=5), Policy(), IngestRun(workers=1, quiet=True)),
-    )
-    assert check_here(root).notes == []
-
-
-def test_a_source_with_images_of_another_is_not_said_to_be_added_by_finish(root, tmp_path):
-    ids = sa1b.open(root).table.image_id[:3].tolist()
-    twin = make_root(
-        tmp_path / "twin", [write_source(tmp_path / "sa_000009.tar", pairs(ids))], ROOTS["plain"]
-    )
-    for path in (*twin.glob("sa1b-*"), *twin.glob("tasks/*")):
-        shutil.copy(path, root / path.relative_to(twin))
-    assert any(f"--out {root} --finish` adds them" in note for note in check_here(root).notes)
-    finish(root)
-    (note,) = (note for note in check_here(root).notes if "sa_000009" in note)
-    assert "finished and not in the dataset: image" in note
-    assert "--finish" not in note
+def test_the_work_before_the_first_shard_reads_no_index(root, tmp_path):
+    run("layer", "drop", root, "round2")
+    opened.run(tmp_path / "told", "note", root / "*.*", "verify", root, "--json")
+    names = [json.loads(line) for line in (tmp_path / "told" / "opened").read_text().splitlines()]
+    order = list(dict.fromkeys(name for name in names if name.endswith((".tar", ".parquet"))))
+    shards = sorted(root.glob("*.tar"))
+    assert order == [str(path.with_suffix(one)) for path in shards for one in (".parquet", ".tar")]

@@ -5,18 +5,16 @@ import json
 import random
 import shutil
 
-import numpy as np
 import pytest
 
 import sa1b
-from sa1b import Dataset
 from sa1b.errors import Sa1bError
-from sa1b.ingest.finish import finish
-from sa1b.verify.rebuild import rebuild_root, rebuild_tables
-from sa1b.views.view import open_view, write_view
-from tests.verify.checking import check_here
+from tests.datasets import add_view
+from tests.kit import put, run
+from tests.verify.checking import content
 
 VALUES = [None, [], {}, "x", "../../x", 1, -1, 1.5, float("inf"), True, [None], {"": None}, 10**30, "a" * 64]
+TOOLS = (["index", "ROOT", "--tables"], ["index", "ROOT"], ["reshard", "--out", "ROOT", "--finish"])
 
 
 def places(value, path=()):
@@ -41,8 +39,17 @@ def mutate(document, draw):
     return changed, f"{path} = {holder[path[-1]]!r}"
 
 
-def view_of(root, digest):
-    return open_view(root, Dataset(root).table, digest)
+def read(root, view):
+    sa1b.open(root)
+    sa1b.Stream(root, view=view, global_batch=1, image_size=64)
+
+
+def restore(root, written):
+    for name, data in content(root).items():
+        if data != written.get(name):
+            put(root, name, written.get(name))
+    for name in written.keys() - content(root).keys():
+        put(root, name, written[name])
 
 
 @pytest.mark.parametrize(
@@ -52,35 +59,22 @@ def view_of(root, digest):
 @pytest.mark.parametrize("kind", ["dataset.json", "tasks/sa_000002.json", "view"])
 def test_a_wrong_type_is_an_expected_error_for_every_tool(roots, tmp_path, kind, seed, mutations):
     root = shutil.copytree(roots["plain"], tmp_path / "root")
-    made = write_view(root, Dataset(root).table, np.arange(5, dtype=np.uint32), name="few")
-    file = root / (f"views/{made.digest}.json" if kind == "view" else kind)
-    written = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
-    document = json.loads(written[file])
-    draw = random.Random(f"{kind} {seed}")
-    tools = [
-        sa1b.open,
-        lambda root: view_of(root, "few"),
-        lambda root: view_of(root, made.digest),
-        rebuild_tables,
-        lambda root: rebuild_root(root, workers=0, quiet=True),
-        finish,
-    ]
+    add_view(root, sorted(sample.image_id for sample in sa1b.open(root))[:5], "few")
+    (digest,) = (path.stem for path in root.glob("views/*.json"))
+    file = f"views/{digest}.json" if kind == "view" else kind
+    written, draw = content(root), random.Random(f"{kind} {seed}")
     for _ in range(mutations):
-        changed, what = mutate(document, draw)
-        data = (json.dumps(changed, indent=1) + "\n").encode()
-        file.write_bytes(data)
-        findings = check_here(root).findings
-        assert findings or kind == "view", what
-        assert "check_failed" not in {finding.kind for finding in findings}, what
-        for tool in tools:
-            file.write_bytes(data)
-            try:
-                with contextlib.suppress(Sa1bError):
-                    tool(root)
-            except Exception as error:
-                raise AssertionError(f"{file.name}: {what}") from error
-            for path in [path for path in root.rglob("*") if path.is_file() and path not in written]:
-                path.unlink()
-            for path, content in written.items():
-                if not path.exists() or path.read_bytes() != content:
-                    path.write_bytes(content)
+        changed, what = mutate(json.loads(written[file]), draw)
+        put(root, file, f"{json.dumps(changed, indent=1)}\n".encode())
+        damaged = content(root)
+        report = run("verify", root, "--json", code=1).json
+        assert "check_failed" not in {one["kind"] for one in report["findings"]}, what
+        for view in ("few", digest):
+            with contextlib.suppress(Sa1bError):
+                read(root, view)
+        for words in TOOLS:
+            done = run(*(str(root) if word == "ROOT" else word for word in words), code=None)
+            assert done.code in (0, 1, 2, 3), what
+            assert "Traceback" not in done.err, what
+            restore(root, damaged)
+        restore(root, written)

@@ -1,130 +1,173 @@
-"""The commands that a report advises repair its findings."""
+"""The commands that a report advises repair its findings: the end is a clean directory with the same images."""
 
-import re
-import shlex
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 
-from sa1b import Dataset
-from sa1b.console import command
-from sa1b.errors import ManifestError, ShardError, TableError, UsageError
-from sa1b.ingest.policy import IngestRun, Policy
-from sa1b.ingest.reshard import reshard
-from sa1b.programs.query.sql import open_query, write_query_view
-from sa1b.shards import manifest
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.documents import Options
-from sa1b.verify.rebuild import rebuild_root, rebuild_tables
-from sa1b.views.view import open_view
-from tests import processes
+import sa1b
+from sa1b.errors import TableError
+from tests import kit
+from tests.directories import images, reshard
+from tests.kit import files, put, refused, run
 from tests.shards import tiny
-from tests.shards.tiny_source import add_layer
-from tests.verify.checking import check_here, content, flip
+from tests.shards.tiny_source import pairs, write_source
+from tests.verify.checking import commands_in
 
-REPOSITORY = Path(__file__).parents[2]
-
-
-def rename_shard(root):
-    text = (root / "dataset.json").read_text()
-    (root / "dataset.json").write_text(text.replace("sa1b-000002-0000", "sa1b-000003-0000"))
+JSON, TASK, OTHER_TASK = "dataset.json", "tasks/sa_000001.json", "tasks/sa_000002.json"
+LAST, UNLISTED, ALL, TABLES = "sa1b-000002-0000", "tasks/sa_000009.json", ["index"], ["index", "--tables"]
 
 
-def test_a_changed_shard_name_in_dataset_json_is_made_right_from_the_task_files(root):
-    written = content(root)
-    for rebuild in (rebuild_tables, lambda root: rebuild_root(root, quiet=True)):
-        rename_shard(root)
-        assert {one.remedy for one in check_here(root).findings} == {f"`{command('index')} {root} --tables`"}
-        rebuild(root)
-        assert content(root) == written
+@pytest.fixture
+def root(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "root with a space")
 
 
-def test_advice_says_that_nothing_records_how_a_source_was_read(root):
-    write_dataset(root, {"sa_000001": manifest.read_tasks(root)["sa_000001"]})
-    (root / "tasks" / "sa_000002.json").write_text("{")
-    (finding,) = check_here(root).findings
-    assert "its conversion (--image-ids, --images-only, --ignore), which nothing records" in finding.remedy
-    (root / "tasks" / "sa_000001.json").write_text("{")
-    assert [finding.remedy.count("nothing records") for finding in check_here(root).findings] == [0, 1]
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A directory of other images, from sources with the same names."""
+    folder = tmp_path_factory.mktemp("other")
+    for number in (1, 2):
+        write_source(folder / f"sa_00000{number}.tar", pairs(range(900 * number, 900 * number + 7)))
+    reshard(folder / "root", *sorted(folder.iterdir()))
+    return folder / "root"
 
 
-def test_a_redo_reads_a_finished_source_again_and_must_be_given_it(root, sources):
-    written = content(root)
-    path = root / "tasks" / "sa_000002.json"
-    shutil.copy(root / "tasks" / "sa_000001.json", path)  # of another source
-    run = IngestRun(workers=1, quiet=True, redo=("sa_000002",))
-    with pytest.raises(UsageError, match="--redo sa_000002: no SOURCE has this name"):
-        reshard(sources[:1], root, Options(images_per_shard=5), Policy(), run)
-    summary = reshard(sources, root, Options(images_per_shard=5), Policy(), run)
-    assert (summary.done, summary.skipped) == (["sa_000002"], ["sa_000001"])
-    assert content(root) == written
+def table(root):
+    return next(name for name in files(root) if name.startswith("samples-"))
 
 
-def test_the_advice_for_a_folder_reads_it_as_before(tmp_path):
+def renamed_shard(root, other):
+    put(root, JSON, files(root)[JSON].replace(LAST.encode(), b"sa1b-000003-0000"))
+
+
+def no_dataset_and_task(root, other):
+    put(root, JSON, None)
+    put(root, TASK, None)
+
+
+def foreign_table(root, other):
+    put(root, table(root), files(other)[table(other)])
+
+
+@pytest.mark.parametrize("flags", [[], ["--tables"]], ids=["index", "index --tables"])
+@pytest.mark.parametrize(
+    ("damage", "file", "command"),
+    [
+        (renamed_shard, JSON, TABLES),
+        (no_dataset_and_task, JSON, ALL),
+        (no_dataset_and_task, TASK, ALL),
+        (foreign_table, "samples", TABLES),
+    ],
+)
+def test_the_printed_command_makes_it_again(root, other, damage, file, command, flags):
+    before, written = images(root), files(root)
+    damage(root, other)
+    found = run("verify", root, "--json", code=1).json["findings"]
+    remedies = [one["remedy"] for one in found if one["file"].startswith(file)]
+    advised = [command[0], str(root), *command[1:]]
+    assert remedies
+    assert all(advised in commands_in(remedy) for remedy in remedies)
+    if command == ALL and flags:
+        refused("index", root, *flags, names="sa_000001")
+        return
+    run("index", root, *flags)
+    unlike = {name for name, data in files(root).items() if written[name] != data}
+    assert unlike <= ({JSON, TASK} if command == ALL else set())
+    assert images(root) == before
+    assert run("verify", root, "--deep", "--json").json["findings"] == []
+
+
+# Sources are read again
+
+
+def write_folder(folder):
+    for name, data in tiny.pairs(range(4)):
+        put(folder, name, data)
+    for name, data in tiny.pairs([10, 11]):
+        put(folder, f"old/{name}", data)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"ignore": ("old",), "max_pixels": 9000}, 4),
+        ({"images_only": True, "max_pixels": 9000, "keep_json": True}, 6),
+    ],
+    ids=["pairs", "images"],
+)
+def test_the_advice_for_a_folder_reads_it_as_before(tmp_path, options, count):
     folder, root = tmp_path / "pairs", tmp_path / "root"
-    (folder / "old").mkdir(parents=True)
-    for name, data in [
-        *tiny.pairs(range(4)),
-        *((f"old/{name}", data) for name, data in tiny.pairs([10, 11])),
-    ]:
-        (folder / name).write_bytes(data)
-    run = IngestRun(workers=1, quiet=True, ignore=("old",))
-    assert not reshard([folder], root, Options(), Policy(max_pixels=9000), run).failed
-    written = content(root)
+    write_folder(folder)
+    reshard(root, folder, **options)
+    written = files(root)
+    assert len(images(root)) == count
     next(root.glob("*.tar")).unlink()
-    (advised,) = re.findall("`([^`]+)`", check_here(root).findings[0].remedy)
-    assert advised.endswith("--redo pairs --max-pixels 9000 --ignore old")
-    typed(advised.replace("PATH/TO/pairs", str(folder)), in_a_shell=False)
-    assert content(root) == written
+    found = run("verify", root, "--json", code=1).json["findings"]
+    (words,) = commands_in(found[0]["remedy"])
+    again = [word.replace("PATH/TO/pairs", str(folder)) for word in words]
+    run(*again)
+    assert files(root) == written
     for name, data in tiny.pairs([5]):
-        (folder / name).write_bytes(data)
-    typed(f"{advised.replace('PATH/TO/pairs', str(folder))} --replace", in_a_shell=False)
-    assert (check_here(root).images, check_here(root).findings) == (5, [])
+        put(folder, name, data)
+    run(*again, "--replace")
+    report = run("verify", root, "--json").json
+    assert (report["images"], report["findings"]) == (count + 1, [])
 
 
-def typed(advised, *, in_a_shell, code=0):
-    """Run a command as it is, or the words that a shell makes of it by this interpreter, which is faster."""
-    program = shlex.split(command("index"))[:-1]
-    words = shlex.split(advised)
-    assert words[: len(program)] == program
-    if in_a_shell:
-        line = ["sh", "-c", advised]
-    else:
-        line = [sys.executable, "-m", "sa1b", *words[len(program) :]]
-    done = processes.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert done.returncode == code, done.stderr
+def test_a_redo_reads_a_finished_source_again_and_must_be_given_it(root, tars):
+    written = files(root)
+    put(root, OTHER_TASK, written[TASK])
+    words = ["--out", root, "--images-per-shard", 5, "--redo", "sa_000002", "--json"]
+    refused("reshard", tars[0], *words, names="--redo sa_000002")
+    done = run("reshard", *tars, *words, code=3).json
+    assert (list(done["done"]), list(done["skipped"])) == (["sa_000002"], ["sa_000001"])
+    assert files(root) == written
 
 
-def test_a_view_that_a_query_with_layers_selected_is_made_again(root, tmp_path):
-    root = shutil.copytree(root, tmp_path / "root with a space")
-    add_layer(root)
-    with open_query(root, "SELECT image_id FROM images WHERE image_id > 100", layers=["round2"]) as query:
-        view = write_query_view(query, name="it-1").view
-    rows = root / "views" / f"{view.digest}.rows"
-    written = rows.read_bytes()
-    rows.unlink()
-    (remedy,) = check_here(root).found.remedies()
-    (advised,) = re.findall("`([^`]+)`", remedy)
-    typed(advised, in_a_shell=False)
-    assert rows.read_bytes() == written
-    rows.unlink()
-    with pytest.raises(ManifestError, match=re.escape(f"rebuild it: `{advised}`")):
-        open_view(root, Dataset(root).table, "it-1")
+def test_a_broken_task_file_of_no_source_is_moved_away(root):
+    put(root, UNLISTED, b"{")
+    (found,) = run("verify", root, "--json", code=1).json["findings"]
+    assert found["file"] == UNLISTED
+    assert str(root / UNLISTED) in found["remedy"]
+    put(root, UNLISTED, None)
+    assert run("verify", root, "--json").json["findings"] == []
 
 
-def test_commands_in_the_errors_of_a_sample_run_as_printed(root, tmp_path):
-    root = shutil.copytree(root, tmp_path / "root with a space")
-    sample = Dataset(root)[0]
-    flip(root / sample.shard, sample.offset + 50)
-    with pytest.raises(ShardError, match="lists all damage") as caught:
-        Dataset(root)[0]
-    (advised,) = re.findall("`([^`]+)`", str(caught.value))
-    typed(advised, in_a_shell=True, code=1)
-    flip(root / manifest.table_name(root), 200)
-    with pytest.raises(TableError, match="do not match their digest") as caught:
-        Dataset(root).check_table()
-    (advised,) = re.findall("`([^`]+)`", str(caught.value))
-    typed(f"{advised} --tables", in_a_shell=False)
-    Dataset(root).check_table()
+# Errors of other commands
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["export", "ROOT", "--to", "sa1b", "--out", "NEW"],
+        ["gallery", "ROOT", "--out", "NEW.html"],
+        ["view", "ROOT", "--masks-where", "area > 5", "--name", "large"],
+        ["locate", "ROOT", "--ids", "IDS"],
+        ["layer", "verify", "ROOT", "round2"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_programs_that_read_the_whole_table_verify_it_first(whole, root, tmp_path, words):
+    """A shard that is not in dataset.json."""
+    kit.flip(root, table(root), 128 + 19 * 8 + 3 * 4, 1)
+    places = {"ROOT": root, "NEW": tmp_path / "new", "NEW.html": tmp_path / "a.html"}
+    places |= {"IDS": whole.parent / "most.txt"}
+    done = refused(*(places.get(word, word) for word in words), names=table(root))
+    (again,) = commands_in(done.err)
+    run(*again)
+    assert run("verify", root, "--json").json["findings"] == []
+
+
+def test_commands_in_the_errors_of_a_sample_run_as_printed(root):
+    sample = sa1b.open(root)[0]
+    kit.flip(root, sample.shard, sample.offset + 50)
+    with pytest.raises(Exception, match=sample.shard) as caught:
+        sa1b.open(root)[0]
+    (words,) = commands_in(str(caught.value))
+    assert sample.shard in run(*words, code=1).out
+    kit.flip(root, table(root), 200)
+    with pytest.raises(TableError) as caught:
+        sa1b.open(root).check_table()
+    (words,) = commands_in(str(caught.value))
+    run(*words, "--tables")
+    sa1b.open(root).check_table()

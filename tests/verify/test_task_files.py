@@ -56,14 +56,6 @@ def test_the_task_file_of_another_dataset(root, roots):
     assert (finding.kind, finding.file) == ("task_differs", TASK)
 
 
-def test_a_count_in_a_task_file(root):
-    task = manifest.read_tasks(root)["sa_000001"]
-    task.counts["jpg_bytes"] += 1
-    manifest.write_task(root, task)
-    found = {(finding.kind, finding.file) for finding in check(root).findings}
-    assert found == {("task_differs", "tasks/sa_000001.json"), ("task_counts", "tasks/sa_000001.json")}
-
-
 def test_a_count_that_dataset_json_was_written_with(root):
     task = manifest.read_tasks(root)["sa_000001"]
     task.counts["jpg_bytes"] += 1
@@ -96,14 +88,3 @@ def test_a_name_that_is_no_shard_of_the_source_is_not_opened(root, name):
     assert name in finding.message
     (root / "dataset.json").unlink()
     assert all(one.shard != name or one.kind.endswith("_missing") for one in check(root).findings)
-
-
-def test_a_directory_whose_sources_have_no_rows_yet_is_clean(root):
-    tasks = manifest.read_tasks(root)
-    for name in tasks:
-        edit_json(root / "tasks" / f"{name}.json", lambda document: document.pop("samples"))
-        (root / "tasks" / f"{name}.samples").unlink()
-    old = {name: manifest.task_digest(task) for name, task in manifest.read_tasks(root).items()}
-    edit_json(root / "dataset.json", lambda document: document.update(sources=old))
-    report = check(root, deep=True)
-    assert (report.findings, report.notes, report.images) == ([], [], 19)

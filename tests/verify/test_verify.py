@@ -1,21 +1,15 @@
-"""Dataset directories without damage, and what is not a dataset directory."""
+"""Layers of a dataset directory, many shards, and workers on other machines."""
 
 import shutil
+from dataclasses import replace
 
 from sa1b.shards import manifest
-from sa1b.storage.atomic import temporary_path
 from sa1b.verify import verify
+from sa1b.verify.recover import lost_sources
 from sa1b.verify.report import VerifyReport
 from sa1b.verify.root_check import RootCheck
 from tests.shards.tiny_source import add_layer
-from tests.verify.checking import check, flip
-
-
-def test_an_image_that_was_odd_in_the_source_is_no_damage(roots):
-    whole = roots["plain"]
-    doubtful = manifest.read_tasks(whole)["sa_000001"].warnings
-    assert doubtful["area"] == 1
-    assert check(whole, deep=True).findings == []
+from tests.verify.checking import check, check_here, flip, kinds
 
 
 def test_a_worker_on_another_machine_reads_its_own_copy_of_the_sample_table(root, tmp_path):
@@ -29,14 +23,21 @@ def test_a_worker_on_another_machine_reads_its_own_copy_of_the_sample_table(root
         )
 
 
-def test_shards_that_nothing_claims_are_a_note(root):
-    shutil.copy(root / "sa1b-000001-0000.tar", root / "sa1b-000009-0000.tar")
-    temporary = temporary_path(root / "sa1b-000009-0000.parquet")
-    temporary.write_bytes(b"")
-    report = check(root)
-    assert report.exit_code() == 0
-    assert "sa1b-000009-0000.tar" in report.notes[0]
-    assert temporary.name in report.notes[1]
+def test_shards_are_taken_by_the_number_of_their_part(root):
+    """Part 10,000 comes after part 9,999 everywhere: the table counts shards in this order."""
+    task = manifest.read_tasks(root)["sa_000002"]
+    (info,) = task.shards
+    names = [f"sa1b-000002-{part:04d}.tar" for part in range(10_001)]
+    many = replace(task, shards=[replace(info, name=name) for name in names])
+    manifest.write_task(root, many)
+    (root / "dataset.json").unlink()
+    expected = [one.info.name for one in RootCheck(root, VerifyReport(str(root), False)).expected()]
+    assert expected[-len(names) :] == names
+    for name in names[1:]:
+        (root / name).touch()
+    shutil.rmtree(root / "tasks")
+    assert lost_sources(root, {}, None)["sa_000002"] == names
+    assert "dataset_missing" in kinds(check_here(root))
 
 
 def test_layers_are_part_of_the_check(root):

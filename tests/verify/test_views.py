@@ -1,126 +1,122 @@
-"""Views: documents and image lists are checked with the dataset."""
+"""Views: documents and image lists are checked with the dataset, and a changed one is not read."""
 
 import hashlib
 import json
+import re
+import shutil
 
-import numpy as np
 import pytest
 
-from sa1b import Dataset
+import sa1b
 from sa1b.errors import ManifestError
-from sa1b.ingest.finish import drop_source
-from sa1b.ingest.policy import IngestRun, Policy
-from sa1b.ingest.reshard import reshard
-from sa1b.shards.documents import SEAL, Options, seal_of
-from sa1b.views.predicate import mask_predicate
-from sa1b.views.view import open_view, write_view
-from tests.shards.tiny_source import ROOTS, make_root
-from tests.verify.checking import check_here, edit_json, edit_view
+from tests.directories import IDS, images, reshard
+from tests.kit import files, put, run
+from tests.verify.checking import check_here, commands_in
 
 
 @pytest.fixture
-def view(root):
-    """The document of a view of a few images, with a condition on masks."""
-    dataset = Dataset(root)
-    rows = np.arange(3, 9, dtype=np.uint32)
-    where = mask_predicate("area > 3")
-    made = write_view(root, dataset.table, rows, masks_where=where, name="few", chosen_by={"limit": "6"})
-    return root / "views" / f"{made.digest}.json"
+def root(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "root")
 
 
 def found(root):
     return {one.kind for one in check_here(root).findings}
 
 
-def test_a_view_is_clean(root, view):
-    report = check_here(root)
-    assert (report.findings, report.notes) == ([], [])
+def view(root):
+    """The document of the view `most`."""
+    return next(name for name in files(root) if re.fullmatch(r"views/\w+\.json", name))
 
 
-def test_a_document_that_cannot_be_read(root, view):
-    for damage in (b"", b"{", b"[]", b'{"format": "other"}'):
-        view.write_bytes(damage)
-        assert found(root) == {"view_unreadable"}
+def stream(root, name, **options):
+    return sa1b.Stream(root, view=name, global_batch=1, image_size=64, order="sequential", **options)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda document: document.update(masks_where="area > 4"),
-        lambda document: document.update(ids_sha256="0" * 64),
-        lambda document: document.update(digest="0" * 64),
-        lambda document: document.pop("images"),
-    ],
-)
-def test_a_document_that_its_digest_does_not_guarantee(root, view, change):
-    edit_json(view, change)
-    (finding,) = check_here(root).findings
-    assert (finding.kind, finding.file) == ("view_unreadable", f"views/{view.name}")
-    assert "sa1b view" in finding.remedy
+def edit(root, change, sealed=False):
+    """Write the document as it is written, with `change(document)` applied; or also with the digest of its content."""
+    document = json.loads(files(root)[view(root)])
+    change(document)
+    if sealed:
+        seal = document.pop("document_sha256")
+        document["document_sha256"] = hashlib.sha256(written(document)).hexdigest()
+        assert document["document_sha256"] != seal
+    put(root, view(root), written(document))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda document: document.update(names=["fed"]),
-        lambda document: document.update(chosen_by={"limit": "7"}),
-        lambda document: document.update(dataset={"images": 1, "ids_sha256": "0" * 64}),
-        lambda document: document.update(further=1),
-    ],
-)
-def test_any_change_of_a_document_is_found_and_refused(root, view, change):
-    edit_json(view, change)
-    (finding,) = check_here(root).findings
-    assert (finding.kind, finding.file) == ("view_unreadable", f"views/{view.name}")
-    with pytest.raises(ManifestError, match=f"{view.name}: damaged .*it was changed"):
-        open_view(root, Dataset(root).table, view.stem)
+def written(document):
+    return f"{json.dumps(document, indent=1)}\n".encode()
 
 
-def test_a_document_under_another_name(root, view):
-    view.rename(view.with_name("0" * 64 + ".json"))
-    assert "view_unreadable" in found(root)
+def renamed(root):
+    name = view(root)
+    put(root, f"views/{'0' * 64}.json", files(root)[name])
+    put(root, name, None)
 
 
-def test_row_numbers_of_other_images(root, view):
-    """Both digests are right, the images are not those of the ids."""
-    rows = np.arange(4, 10, dtype="<u4").tobytes()
-    view.with_suffix(".rows").write_bytes(rows)
-    edit_view(view, lambda document: document.update(rows_sha256=hashlib.sha256(rows).hexdigest()))
-    (finding,) = check_here(root).findings
-    assert finding.message == "its row numbers are not those of its images"
+DAMAGES = {
+    **{f"the bytes {data!r}": lambda root, data=data: put(root, view(root), data) for data in (b"", b"[]", b'{"format": "other"}')},
+    **{
+        f"another value of {key}": lambda root, key=key, value=value: edit(root, lambda one: one.update({key: value}))
+        for key, value in {
+            "masks_where": "area > 4",
+            "ids_sha256": "0" * 64,
+            "digest": "0" * 64,
+            "names": ["fed"],
+            "chosen_by": {"limit": "7"},
+            "dataset": {"images": 1, "ids_sha256": "0" * 64},
+            "further": 1,
+        }.items()
+    },
+    "no number of images": lambda root: edit(root, lambda one: one.pop("images")),
+    "another name": renamed,
+}  # fmt: skip
 
 
-def test_a_view_of_a_directory_that_grew_is_clean(sources, tmp_path):
-    root = make_root(tmp_path, sources[:1], ROOTS["plain"])
-    write_view(root, Dataset(root).table, np.arange(3, dtype=np.uint32))
-    reshard(sources, root, Options(images_per_shard=5), Policy(), IngestRun(workers=1, quiet=True))
-    assert len(Dataset(root)) == 19
-    assert check_here(root).findings == []
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_changed_document_is_named_and_not_read(whole, root, damage):
+    DAMAGES[damage](root)
+    (one,) = run("verify", root, "--json", code=1).json["findings"]
+    assert one["file"] == view(root)
+    assert str(root / view(root)) in one["remedy"]
+    with pytest.raises(ManifestError):
+        stream(root, "most")
+    put(root, view(root), None)  # as the remedy says
+    run("view", root, "--ids", whole.parent / "most.txt", "--name", "most")
+    assert run("verify", root, "--json").json["findings"] == []
+    assert len(stream(root, "most")) == len(IDS) - 1
 
 
-def test_images_that_the_dataset_does_not_hold(root, view):
-    """A view of another dataset: all digests are right, its images are not here."""
-    document = json.loads(view.read_bytes())
-    del document[SEAL]
-    ids, rows = np.array([1, 2, 3], "<u8").tobytes(), np.arange(3, dtype="<u4").tobytes()
-    digest = hashlib.sha256(ids).hexdigest()
-    document |= {"digest": digest, "ids_sha256": digest, "masks_where": None, "images": 3}
-    document |= {
-        "rows_sha256": hashlib.sha256(rows).hexdigest(),
-        "dataset": {"images": 3, "ids_sha256": "0" * 64},
-    }
-    document[SEAL] = seal_of(document)
-    view.with_name(f"{digest}.json").write_text(json.dumps(document, indent=1) + "\n")
-    view.with_name(f"{digest}.ids").write_bytes(ids)
-    view.with_name(f"{digest}.rows").write_bytes(rows)
-    report = check_here(root)
-    assert report.findings == []
-    (note,) = report.notes
-    assert f"views/{digest}.json: 3 of its images are not in the dataset, as after --drop; remove the" in note
+def test_row_numbers_of_other_images_are_damage_though_their_digest_is_right(root):
+    rows = view(root).replace(".json", ".rows")
+    data = files(root)[rows]
+    put(root, rows, data[4:] + data[:4])
+    digest = hashlib.sha256(files(root)[rows]).hexdigest()
+    edit(root, lambda document: document.update(rows_sha256=digest), sealed=True)
+    assert [one["file"] for one in run("verify", root, "--json", code=1).json["findings"]] == [rows]
 
 
-def test_a_directory_whose_last_source_was_dropped_is_no_dataset(root):
-    for name in ("sa_000001", "sa_000002"):
-        drop_source(root, name)
-    with pytest.raises(ManifestError, match=r"no dataset there; pass the --out folder of `sa1b reshard`$"):
-        check_here(root)
+def test_a_view_that_a_query_with_layers_selected_is_made_again(root):
+    before = files(root).keys()
+    sql = "SELECT image_id FROM images WHERE image_id > 100"
+    run("query", root, sql, "--layers", "round2", "--as-view", "it-1")
+    written = files(root)
+    (rows,) = (name for name in written.keys() - before if name.endswith(".rows"))
+    put(root, rows, None)
+    (one,) = run("verify", root, "--json", code=1).json["findings"]
+    with pytest.raises(ManifestError) as refused:
+        stream(root, "it-1", layers=["round2"])
+    (words,) = commands_in(one["remedy"])
+    assert commands_in(str(refused.value)) == [words]
+    run(*words)
+    assert files(root) == written
+
+
+def test_a_view_of_a_directory_that_grew_is_clean(tars, tmp_path):
+    root, ids = tmp_path / "root", tmp_path / "ids.txt"
+    reshard(root, tars[1])
+    ids.write_text("300\n302")
+    run("view", root, "--ids", ids, "--name", "few")
+    reshard(root, *tars)
+    assert sorted(images(root)) == IDS
+    report = run("verify", root, "--json").json
+    assert (report["findings"], report["notes"]) == ([], [])

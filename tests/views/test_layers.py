@@ -1,141 +1,136 @@
 """Views of masks that layers change: what they count, that they name layers by digest, and are read with them."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import sa1b
 from sa1b.errors import ManifestError
-from sa1b.shards.layer_writer import drop
-from sa1b.storage.open import open_store
-from sa1b.views.predicate import mask_predicate
-from sa1b.views.selection import Selected, Selection, select
-from sa1b.views.view import copy_view, images_of, view_of
-from tests.cli.verb import called
-from tests.shards.test_layer import change, made, root, two, write
-from tests.verify.test_views import found
+from tests.kit import files, flip, refused, run
+from tests.layer.layered import IDS, add, made, mask_ids, root, two
+from tests.shards import tiny
+from tests.views.served import fields, served, view
 
 __all__ = ["made", "root"]
-view, export, gallery = called("view"), called("export"), called("gallery")
 WHERE = "mask_id < 10"  # masks of the layers below; those of the shards have higher ids
 
 
-def of(root: Path, *layers: str, name: str | None = None, **flags: Any) -> Selected:
-    return select(root, Selection(layers=layers, **flags), name=name, quiet=True)
-
-
-def stream(root: Any, **options: Any) -> sa1b.Stream:
-    return sa1b.Stream(root, global_batch=1, image_size=64, order="sequential", **options)
-
-
-def masks(stream: sa1b.Stream) -> dict[int, list[int]]:
-    assert stream.plan.micro_batch == 1
-    return {int(batch.ids[0]): batch.mask_ids.tolist() for batch in stream}
-
-
 def test_conditions_count_the_changed_masks(root: Path) -> None:
-    write(root, "round2", two(2), change(5, [6, 7], [False] * 2, []))
-    for flags in ({}, {"masks_where": WHERE}, {"masks_where": WHERE, "images_where": "masks >= 1"}):
-        chosen = of(root, "round2", images_where=flags.pop("images_where", "masks >= 0"), **flags)
-        where = mask_predicate(WHERE) if flags else None
+    add(root, "round2", {**two(2), 3: ([], mask_ids(3)), 5: ([6, 7], [])})
+    dataset = sa1b.open(root, layers=["round2"])
+    for where in ("mask_id > 0", WHERE, "area > 500"):
         expected = {
-            one.image_id: int(where.masks(one.annotations).sum()) if where else len(one.annotations)
-            for one in sa1b.open(root, layers=["round2"])
+            sample.image_id: [one["mask_id"] for one in fields(sample.annotations) if eval(where, {}, one)]
+            for sample in dataset
         }
-        if chosen.without_masks == 0 and flags:
-            expected = {image_id: count for image_id, count in expected.items() if count}
-            assert sorted(expected) == [2, 5]
-        assert len(chosen.view) == len(expected)
-        assert chosen.masks == sum(expected.values())
-    assert of(root, masks_where=WHERE).masks == 0
+        found = view(root, "--layers", "round2", "--masks-where", where, "--name", "all", "--overwrite")
+        assert found["masks"] == sum(map(len, expected.values()))
+        assert found["without_masks"] == [*expected.values()].count([])
+        assert served(root, "all") == expected
+        with_masks = {image_id: masks for image_id, masks in expected.items() if masks}
+        words = ("--layers", "round2", "--masks-where", where, "--images-where", "masks >= 1")
+        assert served(root, view(root, *words)["view"]) == with_masks
+    found = view(root, "--layers", "round2", "--images-where", "masks > 3")
+    assert (found["images"], found["masks"]) == (1, 5)
+    assert view(root, "--masks-where", WHERE)["masks"] == 0
 
 
 def test_a_view_names_its_layers_by_digest_and_is_read_with_them(root: Path) -> None:
-    write(root, "round2", two(2))
-    write(root, "round3", change(2, [6], [False], []), on="round2")
-    selected = of(root, "round3", name="new", masks_where=WHERE)
-    digests = [layer.info.digest for layer in sa1b.open(root, layers=["round3"]).layers]
-    assert selected.view.layers == (("round2", digests[0]), ("round3", digests[1]))
-    document = json.loads(Path(selected.path).read_bytes())
-    assert [one["digest"] for one in document["layers"]] == digests
-    assert f"  layer   round2 ({digests[0]})" in selected.table()
-    assert selected.view.digest != of(root, masks_where=WHERE).view.digest
-    assert of(root, "round3", masks_where=WHERE).view.digest == selected.view.digest
-    assert masks(stream(root, view="new")) == masks(stream(root, view="new", layers=["round3"]))
-    assert masks(stream(root, view="new"))[2] == [5, 6]
-    assert masks(stream(sa1b.open(root), view="new"))[2] == [5, 6]
+    first = add(root, "round2", two(2))
+    second = add(root, "round3", {2: ([6], [])}, on="round2")
+    words = ("--layers", "round3", "--masks-where", WHERE)
+    found = view(root, *words, "--name", "new")
+    assert found["layers"] == [["round2", first["digest"]], ["round3", second["digest"]]]
+    assert first["digest"] in run("view", root, *words, "--name", "new").out
+    assert found["digest"] != view(root, "--masks-where", WHERE)["digest"]
+    new = {image_id: [5, 6] if image_id == 2 else [] for image_id in IDS}
+    assert served(root, "new") == new
+    assert served(root, "new", layers=["round3"]) == new
     opened = sa1b.open(root)
-    stream(opened, view="new")
-    assert opened.layers == ()  # that of the user stays as it was
-    state = stream(root, view="new").state_dict()
-    assert [one[0] for one in state["layers"]] == ["round2", "round3"]
-    stream(root, view="new", layers=["round3"]).load_state_dict(state)
-    with pytest.raises(ManifestError, match=r"made with layers round2 \(.*, and opened with round2 \(.*omit"):
-        stream(root, view="new", layers=["round2"])
-    assert found(root) == set()
+    assert served(opened, "new") == new
+    assert len(opened.by_id(2).annotations) == 3  # what the user has opened stays as it was
+    state = sa1b.Stream(root, view="new", global_batch=1).state_dict()
+    sa1b.Stream(root, view="new", layers=["round3"], global_batch=1).load_state_dict(state)
+    with pytest.raises(ManifestError, match=r"round2 \(.*, round3 .*round2 \("):
+        served(root, "new", layers=["round2"])
+    assert run("verify", root, "--json").json["exit_code"] == 0
 
 
 def test_a_view_without_a_condition_is_of_its_layers_too(root: Path) -> None:
-    write(root, "round2", two(2))
-    everything = of(root, "round2", name="all")
-    assert everything.view.digest != everything.view.ids_digest == sa1b.open(root).table.ids_digest
-    assert masks(stream(root, view="all")) == masks(stream(root, layers=["round2"]))
-    assert masks(stream(root, view="all", rank=0, world_size=1)) != masks(stream(root))
+    add(root, "round2", two(2))
+    everything = view(root, "--layers", "round2", "--name", "all")
+    assert everything["digest"] != view(root, "--name", "plain")["digest"]
+    assert everything["ids_sha256"] == view(root, "--name", "plain")["ids_sha256"]
+    assert served(root, "all") == served(root, layers=["round2"]) != served(root) == served(root, "plain")
 
 
 def test_a_layer_of_a_view_that_was_replaced_or_dropped_is_named(root: Path) -> None:
-    write(root, "round2", two(2))
-    of(root, "round2", name="new")
-    write(root, "round2", two(3), overwrite=True)
-    with pytest.raises(ManifestError, match="round2/masks.bin is another one now; restore it from a copy"):
-        stream(root, view="new")
-    drop(open_store(root), "round2")
-    with pytest.raises(ManifestError, match="round2/layer.json: no such layer"):
-        stream(root, view="new")
-    with pytest.raises(ManifestError, match="no such layer"):
-        of(root, "round2", name="other")
-    write(root, "round2", two(2))  # made again: the same digest
-    assert masks(stream(root, view="new"))[2] == masks(stream(root, layers=["round2"]))[2]
+    add(root, "round2", two(2))
+    view(root, "--layers", "round2", "--name", "new")
+    before = served(root, "new")
+    add(root, "round2", two(3), overwrite=True)
+    with pytest.raises(ManifestError, match="round2"):
+        served(root, "new")
+    run("layer", "drop", root, "round2")
+    with pytest.raises(ManifestError, match="round2"):
+        served(root, "new")
+    refused("view", root, "--layers", "round2", "--name", "other", names="round2")
+    add(root, "round2", two(2))  # made again: the same digest
+    assert served(root, "new") == before
 
 
-def test_a_changed_document_is_found(root: Path) -> None:
-    write(root, "round2", two(2))
-    path = Path(of(root, "round2", name="new").path)
-    path.write_bytes(path.read_bytes().replace(b'"name": "round2"', b'"name": "round3"'))
-    assert found(root) == {"view_unreadable"}
-    with pytest.raises(ManifestError, match="damaged"):
-        stream(root, view="new")
+def test_a_changed_name_of_a_layer_is_found(root: Path) -> None:
+    add(root, "round2", two(2))
+    path = Path(view(root, "--layers", "round2", "--name", "new")["path"])
+    (name,) = (one for one in files(root) if one.endswith(path.name))
+    flip(root, name, path.read_bytes().index(b'"round2"') + 6, 1)  # round3
+    assert path.name in run("verify", root, code=1).out
+    with pytest.raises(ManifestError, match=path.name):
+        served(root, "new")
 
 
 def test_commands_take_the_layers_of_a_view(root: Path, tmp_path: Path) -> None:
-    write(root, "round2", two(2))
-    done = view(root, "--layers", "round2", "--masks-where", WHERE, "--name", "new", "--json")
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
-    assert [name for name, _ in printed["layers"]] == ["round2"]
-    assert printed["masks"] == 1
-    ids, where, names = images_of(str(root), "new")
-    assert (len(ids), where, names) == (6, mask_predicate(WHERE), ("round2",))
-    done = export(root, "--to", "coco", "--view", "new", "--out", tmp_path / "coco")
-    assert done.returncode == 0, done.stderr
+    add(root, "round2", two(2))
+    view(root, "--layers", "round2", "--masks-where", WHERE, "--name", "new")
+    run("export", root, "--to", "coco", "--view", "new", "--out", tmp_path / "coco")
     document = json.loads((tmp_path / "coco/annotations.json").read_text())
     assert [one["mask_id"] for one in document["annotations"]] == [5]
-    done = gallery(root, "--view", "new", "--out", tmp_path / "page.html")
-    assert done.returncode == 0, done.stderr
+    assert len(document["images"]) == len(IDS)
+    run("gallery", root, "--view", "new", "--out", tmp_path / "page.html")
     assert "round2 (" in (tmp_path / "page.html").read_text()
 
 
-def test_the_copy_of_a_view_names_the_same_layers(root: Path, tmp_path: Path) -> None:
-    write(root, "round2", two(2))
-    selected = of(root, "round2", name="new", ids=None, subset="50%")
-    shutil.copytree(root, tmp_path / "copy")
-    shutil.rmtree(tmp_path / "copy/views")
-    assert copy_view(str(root), str(tmp_path / "copy"), "new") == selected.view.digest
-    opened, dataset = view_of(sa1b.open(tmp_path / "copy"), "new")
-    assert opened.layers == selected.view.layers
-    assert [layer.info.name for layer in dataset.layers] == ["round2"]
-    assert np.array_equal(opened.image_ids(dataset.table), selected.view.image_ids(sa1b.open(root).table))
+@pytest.fixture
+def named(root: Path, tmp_path: Path) -> Any:
+    """A layer of masks in COCO's format: name of a category -> id of its only mask."""
+    names = ["dog", "größe 犬 🐕", "o'neil", 'a "b"', "a = b"]
+    one = tiny.document(2, 7, masks=len(names))
+    annotations = [
+        {**mask, "id": number + 1, "image_id": 2, "category_id": number}
+        for number, mask in enumerate(one["annotations"])
+    ]
+    categories = [{"id": number, "name": name} for number, name in enumerate(names)]
+    document = {"images": [{"id": 2, **one["image"]}], "annotations": annotations, "categories": categories}
+    (tmp_path / "masks.json").write_text(json.dumps(document))
+    run("layer", "add", root, tmp_path / "masks.json", "--name", "named")
+    masks = sa1b.open(root, layers=["named"]).by_id(2).annotations.mask_id.tolist()[3:]
+    return dict(zip(names, masks, strict=True))
+
+
+def test_conditions_on_texts_are_written_as_in_python_or_sql(root: Path, named: Any) -> None:
+    dog = named["dog"]
+    for where, expected in (
+        ("category = 'dog'", [dog]),
+        ('category=="dog"', [dog]),
+        ("not (category != 'dog')", [dog]),
+        ("category != '' and category != 'dog'", [*named.values()][1:]),
+        ("category = 'a = b' or area = 0", [named["a = b"]]),
+        ("category_id > 0 and category_id < 3", [*named.values()][1:3]),
+        *((f"category = {name!r} and area > 0", [mask]) for name, mask in named.items()),
+    ):
+        words = ("--layers", "named", "--masks-where", where, "--images-where", "masks > 0", "--name", "one")
+        found = view(root, *words, "--overwrite")
+        assert (found["images"], found["masks"]) == (1, len(expected))
+        assert served(root, "one") == {2: expected}
