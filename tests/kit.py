@@ -7,15 +7,18 @@ that a test names no module that it runs.
 import errno
 import io
 import json
+import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,13 +171,12 @@ class Changes:
 
 
 _watched: list[Changes] = []
-_openings: list[tuple[str, Callable[[str], None]]] = []
+_expected: list["Expected"] = []
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if _openings and event == "open" and not isinstance(arguments[0], int):
-        for path, what in [one for one in _openings if one[0] == os.fsdecode(arguments[0])]:
-            what(path)
+    for one in _expected.copy() if _expected else ():
+        one.note(event, arguments)
     if _watched and event in ("os.rename", "os.link"):
         source, name = (str(Path(os.fsdecode(one)).absolute()) for one in arguments[:2])
         for one in list(_watched):
@@ -208,17 +210,6 @@ def fault(
         MemoryFile.commit, MemoryFileSystem.pipe_file = commit, pipe
 
 
-@contextmanager
-def at_open(path: Path, what: Callable[[str], None]) -> Iterator[None]:
-    """Do `what(path)`, which may raise an error, just before a local file is opened."""
-    one = (str(path), what)
-    _openings.append(one)
-    try:
-        yield
-    finally:
-        _openings.remove(one)
-
-
 def nothing(_: str) -> None:
     """Only count."""
 
@@ -228,9 +219,14 @@ def interrupt(_: str) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def fail(name: str, number: int) -> None:
+    """An error of the disk or the system."""
+    raise OSError(number, os.strerror(number), name)
+
+
 def no_space(name: str) -> None:
     """A full disk."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+    fail(name, errno.ENOSPC)
 
 
 def stop(_: str) -> None:
@@ -257,6 +253,99 @@ def stopped(process: Process) -> bool:
     """Whether a process of `started` stands still; it must not have ended."""
     assert process.poll() is None
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+# Faults: WHAT happens just before an audit event, or before a file is opened
+
+
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+@dataclass
+class Expected:
+    """An event whose file or folder has a name of the pattern; each process counts how often it has `seen` it."""
+
+    event: str
+    pattern: str
+    what: Callable[[str], object]
+    at: int
+    times: float
+    not_in: int  # a process
+    seen: int = 0
+    inside: threading.local = field(default_factory=threading.local)
+
+    def note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            event = "write" if (arguments[2] or 0) & WRITES else "read"
+        if event != self.event or os.getpid() == self.not_in or hasattr(self.inside, "now"):
+            return
+        if not isinstance(arguments[0], str | bytes | os.PathLike):  # a descriptor
+            return
+        name = os.fsdecode(arguments[0])
+        if fnmatchcase(name, self.pattern):
+            self.seen += 1
+            if 0 <= self.seen - self.at < self.times:
+                self.inside.now = True
+                try:
+                    self.what(name)
+                finally:
+                    del self.inside.now
+
+
+@contextmanager
+def when(
+    event: str,
+    pattern: object,
+    what: Callable[..., object],
+    *arguments: Any,
+    at: int = 1,
+    times: float = math.inf,
+    in_worker: bool = False,
+) -> Iterator[None]:
+    """Do `what(name, *arguments)`, which may raise, just before the event `times` times, from the `at`-th one on.
+
+    event: "read" or "write", a file is opened for it; or an audit event, such as "os.scandir". What `what` does is
+    no event itself. in_worker: only what forks of this process do.
+    """
+    not_in = os.getpid() if in_worker else 0
+    _expected.append(Expected(event, str(pattern), lambda name: what(name, *arguments), at, times, not_in))
+    try:
+        yield
+    finally:
+        _expected.pop()
+
+
+def started_when(
+    words: Sequence[object],
+    event: str,
+    pattern: object,
+    what: Callable[..., object],
+    *arguments: Any,
+    **options: Any,
+) -> Process:
+    """`sa1b WORDS` within `when`, in a process of its own, whose workers are its forks; its output is text."""
+    code = (
+        "from pathlib import PosixPath\n"
+        "from tests import kit\n"
+        f"from {what.__module__} import {what.__name__} as what\n"
+        f"with kit.when({event!r}, {str(pattern)!r}, what, *{arguments!r}, **{options!r}):\n"
+        f"    kit.main({[str(word) for word in words]!r})"
+    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return Process(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], start_new_session=True, **pipes
+    )
+
+
+def ended(process: Process) -> Done:
+    """A command of `started_when` at its end."""
+    out, err = process.communicate(timeout=300)
+    return Done(process.returncode or 0, out, err)
+
+
+def run_when(words: Sequence[object], *given: Any, **options: Any) -> Done:
+    """Run a command of `started_when` to its end."""
+    return ended(started_when(words, *given, **options))
 
 
 _DOCUMENT = re.compile(r"/(dataset|layer|tasks/[^/]+|views/[^/]+)\.json$")

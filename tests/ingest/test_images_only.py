@@ -309,7 +309,7 @@ def test_the_output_of_another_source_in_the_folder_is_no_change_of_it(
     written(photos / "shards", {".options.json": b"{}", "tasks/b.json": b"{}"})  # is listed as not taken: 3
     words = ["reshard", photos, "--images-only", "--out", tmp_path / "root"]
     done = run_changing(words, "a.jpg", photos / added, b"x")
-    assert done.returncode == code, done.stdout + done.stderr
+    assert done.code == code, done.out + done.err
     assert (photos / added).exists()
 
 

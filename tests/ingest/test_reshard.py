@@ -275,8 +275,8 @@ def test_a_shard_that_does_not_read_back_ends_its_source_and_is_not_stored(tmp_p
         "--json",
     ]
     done = run_changing(words, "sa1b-000005-0002.tar", None, b"?", 700)
-    assert done.returncode == 1, done.stderr
-    assert "sa1b-000005-0002.tar" in json.loads(done.stdout)["failed"]["sa_000005"]
+    assert done.code == 1, done.err
+    assert "sa1b-000005-0002.tar" in done.json["failed"]["sa_000005"]
     assert contents(tmp_path / "root").keys() <= {"tasks/sa_000005.failed"}
 
 

@@ -1,6 +1,5 @@
 """Six tiny images, and layers of them that commands make; a test file imports the fixtures that it uses."""
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,8 +38,12 @@ def mask_ids(image_id: int) -> list[int]:
     return [mask["id"] for mask in tiny.document(image_id)["annotations"]]
 
 
+def ids_of(dataset: sa1b.Dataset, image_id: int) -> list[int]:
+    return dataset.by_id(image_id).annotations.mask_id.tolist()
+
+
 def masks_of(root: object, image_id: int, *layers: str) -> list[int]:
-    return sa1b.open(root, layers=layers).by_id(image_id).annotations.mask_id.tolist()
+    return ids_of(sa1b.open(root, layers=layers), image_id)
 
 
 def two(image_id: int) -> Changes:
@@ -49,18 +52,34 @@ def two(image_id: int) -> Changes:
     return {image_id: ([5, ids[1]], [ids[0]])}
 
 
+def folder_of(path: Path, *documents: Any) -> Path:
+    path.mkdir(parents=True)
+    for one in documents:
+        (path / f"sa_{one['image']['image_id']}.json").write_bytes(tiny.encode(one))
+    return path
+
+
+def add_files(root: object, name: str, *documents: Any, **options: Any) -> Any:
+    """Add a layer of annotation files; what `sa1b layer add --json` says."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = folder_of(Path(folder) / "masks", *documents)
+        return run("layer", "add", root, files, "--name", name, "--json", *flags(options)).json
+
+
+def masks(image_id: int, *ids: int) -> dict[str, Any]:
+    """An annotation file with masks of these ids."""
+    found = tiny.document(image_id, 9, masks=max(1, len(ids)))
+    found["annotations"] = [mask | {"id": i} for mask, i in zip(found["annotations"], ids, strict=False)]
+    return found
+
+
 def add(root: object, name: str, changes: Changes, *, on: str | None = None, **options: Any) -> Any:
     """Add a layer whose masks replace those with their ids; what `sa1b layer add --json` says."""
     hides = any(hidden for _, hidden in changes.values())
-    dataset = sa1b.open(root, layers=[] if on is None else [on])
-    with tempfile.TemporaryDirectory() as folder:
-        for image_id, (ids, hidden) in changes.items():
-            one = tiny.document(image_id, 9, masks=len(ids))
-            for mask, mask_id in zip(one["annotations"], ids, strict=True):
-                mask["id"] = mask_id
-            if hides:  # the file has all masks that are left
-                stored = dataset.by_id(image_id).annotations.to_json()["annotations"]
-                one["annotations"] += [mask for mask in stored if mask["id"] not in (*ids, *hidden)]
-            Path(folder, f"sa_{image_id}.json").write_text(json.dumps(one))
-        more = flags({"existing": "hide" if hides else "replace", "on": on, **options})
-        return run("layer", "add", root, folder, "--name", name, "--json", *more).json
+    dataset, documents = sa1b.open(root, layers=[] if on is None else [on]), []
+    for image_id, (ids, hidden) in changes.items():
+        documents.append(masks(image_id, *ids))
+        if hides:  # the file has all masks that are left
+            stored = dataset.by_id(image_id).annotations.to_json()["annotations"]
+            documents[-1]["annotations"] += [mask for mask in stored if mask["id"] not in (*ids, *hidden)]
+    return add_files(root, name, *documents, existing="hide" if hides else "replace", on=on, **options)

@@ -15,19 +15,12 @@ import sa1b
 from sa1b.errors import ManifestError, ShardError
 from tests.cli.verb import called
 from tests.kit import fault, files, flags, flip, no_space, nothing, put, refused, run
-from tests.layer.layered import IDS, Changes, add, made, mask_ids, masks_of, root, two
+from tests.layer.layered import IDS, Changes, add, folder_of, made, mask_ids, masks_of, root, two
 from tests.shards import tiny
 from tests.views.served import served
 
 __all__ = ["made", "root"]
 layer = called("layer")
-
-
-def folder_of(path: Path, *documents: Any) -> Path:
-    path.mkdir(parents=True)
-    for one in documents:
-        (path / f"sa_{one['image']['image_id']}.json").write_bytes(tiny.encode(one))
-    return path
 
 
 def coco(*documents: Any, **others: Any) -> dict[str, Any]:

@@ -7,9 +7,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,96 +16,15 @@ import pytest
 
 import sa1b
 from sa1b.errors import ManifestError, ShardError, UsageError
-from sa1b.shards import layer, layer_writer
-from sa1b.shards.annotation import Annotations, parse_annotation
-from sa1b.shards.layer import Change
 from sa1b.storage.errors import ReplacedError, StorageError
-from sa1b.storage.open import open_store
 from tests.directories import reshard
 from tests.kit import durable, fault, files, flip, kill, put, refused, run, started
+from tests.layer.layered import IDS, add_files, folder_of, ids_of, made, mask_ids, masks, root
 from tests.shards import tiny
 from tests.shards.test_record import equal
 
-IDS = range(1, 7)
+__all__ = ["made", "root"]
 PROVENANCE = "provenance"
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("layers")
-    tiny.make_tar(folder / "sa_000020.tar", IDS)
-    root = folder / "shards"
-    tiny.ingest_tar(folder / "sa_000020.tar", root)
-    return root
-
-
-@pytest.fixture
-def root(made: Path, tmp_path: Path) -> Iterator[Path]:
-    copy = tmp_path / "shards"
-    subprocess.run(["cp", "-r", made, copy], check=True)
-    before = contents(copy)
-    yield copy
-    assert {name: data for name, data in contents(copy).items() if name in before} == before
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    files = (path for path in root.rglob("*") if path.is_file() and "layers" not in path.parts)
-    return {str(path.relative_to(root)): path.read_bytes() for path in files}
-
-
-def parsed(document: Any) -> Annotations:
-    return parse_annotation(tiny.encode(document), document["image"]["image_id"]).annotations
-
-
-def change(image_id: int, ids: list[int], replaces: list[bool], hidden: list[int], seed: int = 9) -> Change:
-    document = tiny.document(image_id, seed, masks=max(1, len(ids)))
-    document["annotations"] = document["annotations"][: len(ids)]
-    for mask, mask_id in zip(document["annotations"], ids, strict=True):
-        mask["id"] = mask_id
-    return Change(parsed(document), np.array(replaces, np.bool_), np.array(hidden, np.int64))
-
-
-def mask_ids(image_id: int) -> list[int]:
-    return [mask["id"] for mask in tiny.document(image_id)["annotations"]]
-
-
-def write(root: Path, name: str, *changes: Change, overwrite: bool = False, on: str | None = None) -> Any:
-    dataset = sa1b.open(root)
-    store = open_store(root)
-    parent = None if on is None else layer.read_info(store.reader, on)
-    with layer_writer.writing(store, name, overwrite=overwrite) as writer:
-        for one in changes:
-            writer.add(one, int(dataset.table.masks_crc32c[dataset.row(one.masks.image_id)]))
-        return writer.commit(dataset.table, parent, {"program": "test"})
-
-
-def two(image_id: int) -> Change:
-    """A mask that is added, one that is replaced, one that is hidden."""
-    ids = mask_ids(image_id)
-    return change(image_id, [5, ids[1]], [False, True], [ids[0]])
-
-
-def masks(image_id: int, *ids: int) -> dict[str, Any]:
-    """An annotation file with masks of these ids."""
-    found = tiny.document(image_id, 9, masks=max(1, len(ids)))
-    found["annotations"] = [mask | {"id": i} for mask, i in zip(found["annotations"], ids, strict=False)]
-    return found
-
-
-def stored(root: Path, *documents: dict[str, Any]) -> Path:
-    """Annotation files in a new folder beside the dataset directory."""
-    folder = Path(tempfile.mkdtemp(dir=root.parent))
-    for one in documents:
-        (folder / f"sa_{one['image']['image_id']}.json").write_bytes(tiny.encode(one))
-    return folder
-
-
-def add(root: Path, name: str, *documents: dict[str, Any], flags: tuple[str, ...] = ()) -> Any:
-    return run("layer", "add", root, stored(root, *documents), "--name", name, "--json", *flags).json
-
-
-def ids_of(dataset: sa1b.Dataset, image_id: int) -> list[int]:
-    return dataset.by_id(image_id).annotations.mask_id.tolist()  # type: ignore[no-any-return]
 
 
 def drawn(image_id: int, draw: random.Random, ids: list[int], name: str) -> dict[str, Any]:
@@ -157,7 +73,7 @@ def test_shards_with_layers_equal_those_of_files_with_the_same_masks(tmp_path: P
         tar = tiny.write_tar(tmp_path / name / "sa_000001.tar", [one for pair in members for one in pair])
         reshard(tmp_path / name / "root", tar, accept=["keys"])
     for existing, documents in layers.items():
-        add(tmp_path / "root/root", existing, *documents, flags=("--existing", existing))
+        add_files(tmp_path / "root/root", existing, *documents, existing=existing)
     layered = sa1b.open(tmp_path / "root/root", layers=list(layers))
     for sample, other in zip(layered, sa1b.open(tmp_path / "direct/root"), strict=True):
         wanted, found = other.annotations, sample.annotations
@@ -173,7 +89,7 @@ def test_shards_with_layers_equal_those_of_files_with_the_same_masks(tmp_path: P
 
 def test_a_layer_is_applied_by_name_and_no_other_image_changes(root: Path) -> None:
     with durable(root):
-        info = add(root, "round2", masks(5, 7), masks(2, 8, 9))
+        info = add_files(root, "round2", masks(5, 7), masks(2, 8, 9))
     assert [info[name] for name in ("images", "added", "replaced", "hidden")] == [2, 3, 0, 0]
     plain, layered = sa1b.open(root), sa1b.open(root, layers=["round2"])
     for image_id in IDS:
@@ -185,20 +101,20 @@ def test_a_layer_is_applied_by_name_and_no_other_image_changes(root: Path) -> No
 
 def test_a_layer_builds_on_another_one(root: Path) -> None:
     ids = mask_ids(2)
-    add(root, "first", masks(2, ids[1], 5), flags=("--existing", "hide"))
-    add(root, "second", masks(2, 5), flags=("--existing", "hide", "--on", "first"))
+    add_files(root, "first", masks(2, ids[1], 5), existing="hide")
+    add_files(root, "second", masks(2, 5), existing="hide", on="first")
     assert ids_of(sa1b.open(root, layers=["first"]), 2) == [ids[1], 5]
     for layers in (["second"], ["first", "second"]):
         assert ids_of(dataset := sa1b.open(root, layers=layers), 2) == [5]
         assert re.findall(r"layer (\w+)", repr(dataset)) == ["first", "second"]
     refused("layer", "drop", root, "first", names="second")
-    add(root, "first", masks(3, 5), flags=("--overwrite",))
+    add_files(root, "first", masks(3, 5), overwrite=True)
     with pytest.raises(ManifestError, match="not the layer that second was made on"):
         sa1b.open(root, layers=["second"])
 
 
 def test_damage_is_refused_with_the_name_of_the_file_or_harmless(root: Path) -> None:
-    add(root, "round2", masks(2, 5))
+    add_files(root, "round2", masks(2, 5))
     whole = sa1b.open(root, layers=["round2"]).by_id(2).annotations
     for name, data in files(root / "layers").items():
         found = list[str]()
@@ -219,16 +135,17 @@ def test_damage_is_refused_with_the_name_of_the_file_or_harmless(root: Path) -> 
         put(root / "layers", name, data)
 
 
-def test_a_name_that_is_no_layer_is_refused(root: Path) -> None:
+def test_a_name_that_is_no_layer_is_refused(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"layers/round2.*sa1b layer list"):
         sa1b.open(root, layers=["round2"])
+    folder = folder_of(tmp_path / "masks", masks(2, 5))
     for name in ("../tasks", "", ".hidden", "a/b", "a" * 65):
         with pytest.raises(UsageError):
             sa1b.open(root, layers=[name])
-        refused("layer", "add", root, stored(root, masks(2, 5)), "--name", name, names="--name")
+        refused("layer", "add", root, folder, "--name", name, names="--name")
     for wrong in ("round2", 5, ["a", "a"]):
         with pytest.raises(ValueError, match="layers="):
-            sa1b.open(root, layers=wrong)  # type: ignore[arg-type]
+            sa1b.open(root, layers=wrong)
 
 
 @pytest.mark.parametrize("is_during", [False, True])
@@ -241,7 +158,7 @@ def test_other_masks_in_the_shards_are_detected_and_more_sources_are_not_a_chang
     def with_source(name: str, image_id: int, source: str, members: list[tuple[str, bytes]]) -> None:
         tar = tiny.write_tar(tmp_path / source, members)
         with fault(root, 1 if is_during else 0, lambda _: tiny.ingest_tar(tar, root)):
-            add(root, name, masks(image_id, 5))
+            add_files(root, name, masks(image_id, 5))
         if not is_during:
             tiny.ingest_tar(tar, root)
 
@@ -256,11 +173,18 @@ def test_other_masks_in_the_shards_are_detected_and_more_sources_are_not_a_chang
 
 @pytest.mark.parametrize(("at", "is_there"), [(1, False), (2, False), (3, False), (2, True)])
 def test_a_killed_run_leaves_an_unfinished_layer_that_the_next_one_replaces(
-    root: Path, at: int, is_there: bool
+    root: Path, tmp_path: Path, at: int, is_there: bool
 ) -> None:
-    words = ("layer", "add", root, stored(root, masks(2, 5), masks(3, 6)), "--name", "round2")
+    words = (
+        "layer",
+        "add",
+        root,
+        folder_of(tmp_path / "masks", masks(2, 5), masks(3, 6)),
+        "--name",
+        "round2",
+    )
     if is_there:
-        add(root, "round2", masks(4, 7))
+        add_files(root, "round2", masks(4, 7))
         words += ("--overwrite",)
     with started(*words, base=root, at=at, what=kill) as process:
         assert process.wait(60) == -signal.SIGKILL
@@ -269,14 +193,14 @@ def test_a_killed_run_leaves_an_unfinished_layer_that_the_next_one_replaces(
         sa1b.open(root, layers=["round2"])
     assert run(*words, "--json").json["images"] == 2
     left = {path.name for path in (root / "layers").rglob("*")}
-    add(root, "other", masks(2, 5), masks(3, 6))
+    add_files(root, "other", masks(2, 5), masks(3, 6))
     assert left == {"round2", *(path.name for path in (root / "layers/other").iterdir())}
     run("layer", "drop", root, "round2", "other")
     assert list((root / "layers").iterdir()) == []
 
 
 def test_readers_have_the_old_layer_or_none_until_the_new_one_is_complete(root: Path) -> None:
-    add(root, "round2", masks(2, 5))
+    add_files(root, "round2", masks(2, 5))
     old, seen = [*mask_ids(2), 5], list[list[int]]()
     reader = sa1b.open(root, layers=["round2"])
     assert ids_of(reader, 2) == old
@@ -288,19 +212,19 @@ def test_readers_have_the_old_layer_or_none_until_the_new_one_is_complete(root: 
 
     for at in (1, 2, 3, 4):  # of the claim and three files
         with fault(root, at, look, count_claims=True) as changes:
-            add(root, "round2", masks(2, 1, 2, 3), flags=("--overwrite",))
+            add_files(root, "round2", masks(2, 1, 2, 3), overwrite=True)
         assert changes.seen >= 4
         assert seen[:2] == [old, old]
         assert all(one == old for one in seen)
         assert ids_of(sa1b.open(root, layers=["round2"]), 2) == [*mask_ids(2), 1, 2, 3]
         with pytest.raises(ReplacedError):
             reader.check_shard(reader.shards[0])
-        add(root, "round2", masks(2, 5), flags=("--overwrite",))
+        add_files(root, "round2", masks(2, 5), overwrite=True)
         reader = sa1b.open(root, layers=["round2"])
 
 
-def test_one_process_writes_a_layer(root: Path) -> None:
-    words = ("layer", "add", root, stored(root, masks(2, 5)), "--name", "round2")
+def test_one_process_writes_a_layer(root: Path, tmp_path: Path) -> None:
+    words = ("layer", "add", root, folder_of(tmp_path / "masks", masks(2, 5)), "--name", "round2")
     with fault(root, 1, lambda _: refused(*words, "--overwrite", names="layers/round2")) as changes:
         run(*words)
     assert changes.seen
@@ -308,8 +232,8 @@ def test_one_process_writes_a_layer(root: Path) -> None:
     refused(*words, names="--name round2")
 
 
-def test_files_of_a_user_are_not_removed(root: Path) -> None:
-    words = ("layer", "add", root, stored(root, masks(2, 5)))
+def test_files_of_a_user_are_not_removed(root: Path, tmp_path: Path) -> None:
+    words = ("layer", "add", root, folder_of(tmp_path / "masks", masks(2, 5)))
     run(*words, "--name", "other")
     for name in files(root / "layers/other"):
         put(root / "layers/round2", name, b"not of this program")

@@ -73,7 +73,7 @@ CHANGES: dict[str, Callable[[Members], Any]] = {
 def rewritten(shard: Path, change: Callable[[Members], Any]) -> bytes:
     """The shard with other members."""
     with tarfile.open(shard) as old:
-        members = [(one.name, old.extractfile(one).read()) for one in old]  # type: ignore[union-attr]
+        members = [(one.name, old.extractfile(one).read()) for one in old]
     change(members)
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as new:

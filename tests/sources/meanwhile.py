@@ -1,23 +1,13 @@
-"""`sa1b reshard` in a process of its own, in which something happens to a source while it is read.
+"""`sa1b reshard` while something happens to a source that it reads, see tests.kit.when."""
 
-`python -m tests.sources.meanwhile CHANGE PATH EVENT:PATTERN WORD...` changes PATH just before the first audit event of
-this name whose first argument matches the pattern; a change that is the name of an error number is raised each time.
-The workers of the command are forks of the process.
-"""
-
-import errno
 import os
 import shutil
-import sys
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from pathlib import Path
-from subprocess import CompletedProcess
 
-from sa1b.cli import main
-from tests import processes
+from tests.kit import Done, run_when
 
-READING = "open:*/sa1b-*.tar"  # a shard begins, so the source is open
+SHARD = "*/sa1b-*.tar"  # when it begins, the source is open
 
 
 def _overwrite(path: Path) -> None:
@@ -47,34 +37,14 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def _change(path: Path, change: str) -> None:
+def change(name: str, path: Path, how: str) -> None:
     """Change a file; its time of modification stays, as with `cp -p` and `rsync -t`."""
     state = path.stat()
-    CHANGES[change](path)
-    if path.exists() and change not in ("read", "added"):
+    CHANGES[how](path)
+    if path.exists() and how not in ("read", "added"):
         os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
 
 
-def reshard_while(change: str, path: Path, at: str, *words: object) -> "CompletedProcess[str]":
-    """`sa1b reshard WORDS`, with one of CHANGES or an error number."""
-    command = [sys.executable, "-m", "tests.sources.meanwhile", change, path, at, "reshard", *words]
-    return processes.run([str(word) for word in command], capture_output=True, text=True, check=False)
-
-
-if __name__ == "__main__":
-    change, name, at, *words = sys.argv[1:]
-    wanted, _, pattern = at.partition(":")
-    done: list[str] = []
-
-    def hook(event: str, arguments: tuple[object, ...]) -> None:
-        if event != wanted or not fnmatchcase(str(arguments[0]), pattern):
-            return
-        if change not in CHANGES:
-            number = getattr(errno, change)
-            raise OSError(number, os.strerror(number), name)
-        if not done:
-            done.append(event)
-            _change(Path(name), change)
-
-    sys.addaudithook(hook)
-    main(words)
+def reshard_while(how: str, path: Path, event: str, pattern: str, *words: object) -> Done:
+    """`sa1b reshard WORDS`; at the first event of this kind, one of CHANGES happens to `path`."""
+    return run_when(["reshard", *words], event, pattern, change, path, how, times=1)

@@ -1,17 +1,16 @@
 """Paths of the command line, the sources found below them, and the list of files not taken."""
 
-import json
+import errno
 import os
 
 import pytest
 
 import sa1b
 from sa1b.errors import SourceError
-from tests.kit import refused
+from tests.kit import fail, refused, run_when
 from tests.shards import tiny
 from tests.shards.tiny import make_tar, pair_members, pairs
 from tests.sources.archives import check_exact, extract
-from tests.sources.meanwhile import reshard_while
 
 IDS = range(100, 106)
 
@@ -226,7 +225,7 @@ def test_patterns_leave_out_what_they_match_and_what_is_named_twice_counts_once(
 def test_a_folder_that_cannot_be_read_is_listed(tmp_path):
     make(tmp_path / "in", "sa_000020.tar", "secret/")
     secret, words = tmp_path / "in" / "secret", (tmp_path / "in", "--out", tmp_path / "out", "--json")
-    made = json.loads(reshard_while("EACCES", secret, f"os.scandir:{secret}", *words).stdout)
+    made = run_when(["reshard", *words], "os.scandir", secret, fail, errno.EACCES).json
     assert (made["done"], [one["path"] for one in made["not_taken"]]) == (["sa_000020"], [str(secret)])
 
 

@@ -1,10 +1,12 @@
 """Folders of pairs as sources: their layouts, and files that are not members."""
 
+import errno
 import os
 
 import pytest
 
 import sa1b
+from tests.kit import fail, run_when
 from tests.shards import tiny
 from tests.shards.tiny import pair_members, pairs
 from tests.sources.archives import check_exact, extract
@@ -142,18 +144,19 @@ def test_a_file_above_the_limit_costs_that_member_alone_and_is_not_read(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("what", "at", "lost"),
-    [
-        ("removed", "open:*/sa_100.jpg", "sa_105.json"),  # after the files were listed
-        ("EIO", "open:*/sa_102.json", "sa_102.json"),
-        ("EACCES", "open:*/sa_102.json", "sa_102.json"),
-    ],
+    ("lost", "number"),
+    [("sa_105.json", None), ("sa_102.json", errno.EIO), ("sa_102.json", errno.EACCES)],
+    ids=["removed", "EIO", "EACCES"],
 )
-def test_a_file_that_cannot_be_read_costs_that_member_alone(tmp_path, what, at, lost):
+def test_a_file_that_cannot_be_read_costs_that_member_alone(tmp_path, lost, number):
     folder = tmp_path / "sa_000020"
     extract(pairs(IDS), images=folder)
-    done = reshard_while(what, folder / lost, at, folder, "--out", tmp_path / "root")
-    assert done.returncode == 3, done.stderr
+    words = (folder, "--out", tmp_path / "root")
+    if number is None:  # after the files were listed
+        done = reshard_while("removed", folder / lost, "read", "*/sa_100.jpg", *words)
+    else:
+        done = run_when(["reshard", *words], "read", folder / lost, fail, number)
+    assert done.code == 3, done.err
     check_exact(tmp_path / "root", [i for i in IDS if str(i) not in lost])
     reasons = {one["name"]: one["reason"] for one in tiny.lines(tmp_path / "root", "sa_000020")}
     assert reasons == {lost: "member_unreadable", lost.replace("json", "jpg"): "jpg_unpaired"}
@@ -164,8 +167,9 @@ def test_a_folder_below_that_cannot_be_listed_is_refused_not_left_out(tmp_path):
     extract(pairs(IDS[:3]), images=folder / "images", annotations=folder / "annotations")
     extract(pairs(IDS[3:]), images=folder / "images" / "b", annotations=folder / "annotations")
     below = folder / "images" / "b"
-    done = reshard_while("EACCES", below, f"os.scandir:{below}", folder, "--out", tmp_path / "root")
-    assert done.returncode == 3, done.stderr
+    words = ["reshard", folder, "--out", tmp_path / "root"]
+    done = run_when(words, "os.scandir", below, fail, errno.EACCES)
+    assert done.code == 3, done.err
     check_exact(tmp_path / "root", IDS[:3])
     reasons = [one["reason"] for one in tiny.lines(tmp_path / "root", "sa_000020")]
     assert sorted(reasons) == ["json_unpaired"] * 3 + ["member_unreadable"]

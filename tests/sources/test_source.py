@@ -13,7 +13,7 @@ from tests.kit import refused
 from tests.shards import tiny
 from tests.shards.tiny import make_tar, pairs
 from tests.sources.archives import extract
-from tests.sources.meanwhile import READING, reshard_while
+from tests.sources.meanwhile import SHARD, reshard_while
 
 IDS = range(100, 106)
 
@@ -63,7 +63,7 @@ def test_a_source_whose_shards_would_replace_those_of_another_run_is_refused(tmp
 def test_a_tar_that_changes_while_it_is_read_is_noticed_though_its_time_is_restored(tmp_path, change):
     path = tmp_path / "sa_000020.tar"
     make_tar(path, IDS)
-    done = reshard_while(change, path, READING, path, "--out", tmp_path / "root")
+    done = reshard_while(change, path, "write", SHARD, path, "--out", tmp_path / "root")
     check_whole_or_named(done, path, tmp_path / "root", change)
 
 
@@ -71,7 +71,7 @@ def test_a_tar_that_changes_while_it_is_read_is_noticed_though_its_time_is_resto
 def test_a_folder_that_changes_while_it_is_read_is_noticed_though_times_are_restored(tmp_path, change):
     path = tmp_path / "sa_000020"
     extract(pairs(IDS), images=path)
-    done = reshard_while(change, path / "sa_100.jpg", READING, path, "--out", tmp_path / "root")
+    done = reshard_while(change, path / "sa_100.jpg", "write", SHARD, path, "--out", tmp_path / "root")
     check_whole_or_named(done, path, tmp_path / "root", change)
 
 
@@ -79,15 +79,15 @@ def test_a_folder_that_changes_while_it_is_read_is_noticed_though_times_are_rest
 def test_a_tar_that_changes_before_it_is_read_is_noticed(tmp_path, change):
     path = tmp_path / "sa_000020.tar"
     make_tar(path, IDS)
-    done = reshard_while(change, path, "os.link:*", path, "--out", tmp_path / "root")
+    done = reshard_while(change, path, "os.link", "*", path, "--out", tmp_path / "root")
     check_whole_or_named(done, path, tmp_path / "root", change)
 
 
 def check_whole_or_named(done, path, root, change):
     """A source that was only read by others is whole; of another one the name is said and no shard is left."""
-    assert (done.returncode == 0) == (change == "read"), done.stdout + done.stderr
-    assert change == "read" or str(path) in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    assert (done.code == 0) == (change == "read"), done.out + done.err
+    assert change == "read" or str(path) in done.out + done.err
+    assert "Traceback" not in done.err
     assert len(list(root.glob("*.tar"))) == (change == "read")
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -37,6 +38,7 @@ from tests.storage.test_wrong_answers import (
     EVER,
     REPOSITORY,
     SHARD,
+    assert_stops,
     batches,
     expected,
     made,
@@ -203,9 +205,7 @@ def test_a_wrong_answer_of_a_web_server_that_stays_stops_the_stream_with_the_url
     store.load(made)
     store.next = {f"{store.prefix}/{name}": data for name, data in kit.files(other).items()}
     fault = store.fault(kind, "GET", SHARD, at=at, times=1 if kind == "replaced" else EVER)
-    with pytest.raises(error, match=rf"^{store.web}/sa1b-\d+-\d+\.tar\b.*{message}") as caught:
-        batches(stream_of(store.web, tmp_path))
-    assert type(caught.value) is error
+    assert_stops(stream_of(store.web, tmp_path), "stream", store.web, error, message)
     assert fault.hits
     assert not (tmp_path / "damage.jsonl").exists()
 
@@ -401,7 +401,7 @@ def failing(*numbers, stays=False, ending=".tar"):
     left, pread = list(numbers), os.pread
 
     def read(descriptor, length, start):
-        if left and os.readlink(f"/proc/self/fd/{descriptor}").endswith(ending):  # noqa: PTH115
+        if left and Path(f"/proc/self/fd/{descriptor}").readlink().suffix == ending:
             number = left[0] if stays else left.pop()
             raise OSError(number, os.strerror(number))
         return pread(descriptor, length, start)
@@ -470,11 +470,8 @@ def test_a_shard_that_may_not_be_read_is_denied(made, tmp_path):
     root = shutil.copytree(made, tmp_path / "root")
     dataset = sa1b.open(root)
 
-    def refuse(name):
-        raise PermissionError(errno.EACCES, "Permission denied", name)
-
     with (
-        kit.at_open(root / SMALL, refuse),
+        kit.when("read", root / SMALL, kit.fail, errno.EACCES),
         pytest.raises(DeniedError, match=rf"^{root}/{SMALL}: .*Permission denied.*change its permissions"),
     ):
         dataset.by_id(300)
@@ -500,7 +497,7 @@ def test_more_shards_are_read_than_files_may_be_open(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     dataset = sa1b.open(root)
     assert len(dataset.shards) == 60
-    used = max(map(int, os.listdir("/proc/self/fd")))  # noqa: PTH208
+    used = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 30, limit[1]))
     try:
         found = [sample.image_id for _ in range(2) for sample in dataset]

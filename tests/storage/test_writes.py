@@ -13,7 +13,17 @@ from tests import kit
 from tests.directories import bucket, reshard
 from tests.disks import small_disk
 from tests.shards.tiny_source import pairs, write_source
-from tests.storage.test_wrong_answers import EVER, SHARD, command, ended, ended_first, made, store, tars
+from tests.storage.test_wrong_answers import (
+    EVER,
+    SHARD,
+    assert_is_stopped_and_completed,
+    command,
+    ended,
+    ended_first,
+    made,
+    store,
+    tars,
+)
 
 __all__ = ["made", "store", "tars"]
 
@@ -95,16 +105,7 @@ def test_a_store_that_refuses_a_write_is_named_with_the_way_out(
         large = {7: (pairs([7])[7][0][:2] + COMMENT * 280 + pairs([7])[7][0][2:], pairs([7])[7][1])}
         reshard(made, write_source(tmp_path / "sa_000001.tar", large))
     fault = store.fault(kind, what, key, times=EVER)
-    words, found = command(verb, tars, made, store, tmp_path)
-    done = ended_first(words)
-    assert done.code in (1, 2)
-    assert fault.hits
-    assert cause in done.out + done.err
-    assert store.root in done.out + done.err
-    assert store.uploads == {}
-    store.faults.clear()
-    assert ended_first(words).code == 0
-    assert found() == kit.files(made)
+    assert_is_stopped_and_completed(*command(verb, tars, made, store, tmp_path), made, store, fault, cause)
 
 
 COMMENT = b"\xff\xfe\xff\xff" + bytes(range(1, 254)) * 258 + bytes(259)  # 64 KiB of a JPEG

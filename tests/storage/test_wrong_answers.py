@@ -137,12 +137,16 @@ def test_a_wrong_answer_that_stays_stops_the_stream_with_the_url(
     store.load(made)
     store.next = {f"{store.prefix}/{name}": data for name, data in files(other).items()}
     fault = store.fault(kind, "GET", SHARD, at=at, times=1 if kind == "replaced" else EVER)
-    stream = of_store(store, tmp_path, way)
-    with pytest.raises(error, match=rf"^{store.root}/sa1b-\d+-\d+\.tar\b.*{message}") as caught:
-        batches(stream, way)
-    assert type(caught.value) is error
+    assert_stops(of_store(store, tmp_path, way), way, store.root, error, message)
     assert fault.hits
     assert not (tmp_path / "damage.jsonl").exists()
+
+
+def assert_stops(stream, way, root, error, message):
+    """The error names a shard; it is of this class and of none below it."""
+    with pytest.raises(error, match=rf"^{root}/sa1b-\d+-\d+\.tar\b.*{message}") as caught:
+        batches(stream, way)
+    assert type(caught.value) is error
 
 
 UNTIL = ["500", "503", "short", "longer", "shifted", "cut", "reset", "noise", "hang"]
@@ -327,13 +331,17 @@ def test_a_command_that_is_stopped_by_a_wrong_answer_says_so_and_is_completed_by
     if verb == "copy from":
         store.load(made)
     fault = store.fault(kind, what, key, times=EVER)
-    words, found = command(verb, tars, made, store, tmp_path)
+    assert_is_stopped_and_completed(*command(verb, tars, made, store, tmp_path), made, store, fault, cause)
+
+
+def assert_is_stopped_and_completed(words, found, made, store, fault, cause):
     done = ended_first(words)
     assert done.code in (1, 2)
     assert fault.hits
     assert cause in done.out + done.err
     assert f"{store.root}" in done.out + done.err
     assert "Traceback" not in done.err
+    assert store.uploads == {}
     store.faults.clear()
     done = ended(words)
     assert done.code == 0, done.err

@@ -245,6 +245,8 @@ def forgotten(root: Path) -> None:
 
 def murders(root: Path) -> None:
     """Kill one of two workers at four moments, each time resuming after the last batch that was taken."""
+    # torch waits forever for the lock of its event if a worker is killed that holds it: here the event needs none.
+    Event.is_set = lambda event: bool(event._flag.get_value())
     stream = stream_of(root)
     before = held()
     state = stream.state_dict()
@@ -266,8 +268,6 @@ def one_life(stream: sa1b.Stream, life: int) -> tuple[list[tuple[str, dict[str, 
     Returns each batch's digest with the state after it, the error, and how often the DataLoader waited for a
     batch in vain, 5 seconds each, until the error came.
     """
-    # torch waits forever for the lock of its event if a worker is killed that holds it: here the event needs none.
-    Event.is_set = lambda event: bool(event._flag.get_value())
     reading = iter(batches("workers", stream))
     seen: list[tuple[str, dict[str, Any]]] = []
     waits: list[bool] = []

@@ -20,7 +20,8 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import DataConfig
 from sa1b.engine.step.feed import Feed
 from sa1b.errors import ManifestError, UsageError
-from sa1b.shards.annotation import PROVENANCE
+from sa1b.shards import layer_writer
+from sa1b.shards.annotation import PROVENANCE, Annotations, parse_annotation
 from sa1b.shards.layer import Change, layer_names
 from sa1b.shards.layer_writer import drop
 from sa1b.storage.open import open_store
@@ -30,13 +31,32 @@ from sa1b.verify.layer_check import verify_layer
 from sa1b.views.predicate import mask_predicate
 from sa1b.views.selection import Selection, select
 from sa1b.views.view import write_view
+from tests.layer import layered
 from tests.shards import tiny
-from tests.shards.test_layer import parsed, two, write
 from tests.storage.service import Service
 from tests.stream.recorded import digest
 
 IDS = range(1, 13)
 CHANGED = (2, 3, 7)
+
+
+def parsed(document: Any) -> Annotations:
+    return parse_annotation(tiny.encode(document), document["image"]["image_id"]).annotations
+
+
+def write(root: Path | str, name: str, *changes: Change, overwrite: bool = False) -> Any:
+    dataset = sa1b.open(root)
+    with layer_writer.writing(open_store(root), name, overwrite=overwrite) as writer:
+        for one in changes:
+            writer.add(one, int(dataset.table.masks_crc32c[dataset.row(one.masks.image_id)]))
+        return writer.commit(dataset.table, None, {"program": "test"})
+
+
+def two(image_id: int) -> Change:
+    """A mask that is added, one that is replaced, one that is hidden."""
+    first, second = layered.mask_ids(image_id)[:2]
+    masks = parsed(layered.masks(image_id, 5, second))
+    return Change(masks, np.array([False, True]), np.array([first], np.int64))
 
 
 def make_root(folder: Path, documents: dict[int, Any]) -> Path:

@@ -81,6 +81,9 @@ def test_a_signal_just_after_a_descriptor_was_opened_leaves_none_open(root: Path
             raise InterruptedError
 
     sys.setprofile(signalled)
-    with pytest.raises(InterruptedError):
-        next(reading)
+    try:
+        with pytest.raises(InterruptedError):
+            next(reading)
+    finally:
+        sys.setprofile(None)
     assert held()["descriptors"] == before

@@ -5,7 +5,6 @@ import re
 import shlex
 from types import SimpleNamespace
 
-from sa1b.shards.documents import SEAL, seal_of
 from sa1b.verify.verify import verify
 from tests import kit
 
@@ -53,14 +52,3 @@ def edit_json(path, change):
     document = json.loads(path.read_bytes())
     change(document)
     path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def edit_view(path, change):
-    """Like `edit_json`, and the document gets the digest of its new content."""
-
-    def changed(document):
-        change(document)
-        document.pop(SEAL, None)
-        document[SEAL] = seal_of(document)
-
-    edit_json(path, changed)

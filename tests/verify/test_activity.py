@@ -1,5 +1,6 @@
 """A check while other commands work on the directory, of directories that are not complete, and what it leaves alone."""
 
+import errno
 import json
 import shutil
 from hashlib import sha256
@@ -7,12 +8,12 @@ from hashlib import sha256
 import pytest
 
 from tests.directories import IDS, images, reshard
-from tests.kit import files, put, refused, run
+from tests.kit import ended, fail, files, kill, put, refused, run, run_when
 from tests.shards.tiny_source import pairs, write_source
 from tests.steps import steps
 from tests.verify import opened
 from tests.verify.checking import commands_in, content
-from tests.verify.opened import ended, standing
+from tests.verify.opened import standing
 
 SHARD, LAST = "sa1b-000001-0001.tar", "sa1b-000002-0000.tar"
 NEW = [500, 501, 502]
@@ -81,7 +82,7 @@ def test_claims_count_where_their_age_cannot_be_measured(root, tmp_path):
     """A directory that cannot be written to, such as a snapshot taken while reshard was running."""
     put(root, "tasks/sa_000002.claim", b"{}")
     put(root, "tasks/sa_000002.json", None)
-    done = opened.run(tmp_path / "told", "read_only", root / "*", "verify", root, "--json")
+    done = run_when(["verify", root, "--json"], "write", root / "*", fail, errno.EROFS)
     assert (done.code, done.json["findings"]) == (0, [])
     assert done.json["notes"][0].startswith("source sa_000002 is being worked on")
 
@@ -163,22 +164,22 @@ def written(root, name, task):
 # What could not be checked is no damage
 
 
-@pytest.mark.parametrize("fault", ["no_memory", "no_thread"])
-def test_a_shard_that_a_process_without_memory_or_threads_leaves_is_not_damaged(root, tmp_path, fault):
-    done = opened.run(tmp_path / "told", fault, root / "sa1b-000001-0001.*", "verify", root, "--json")
+@pytest.mark.parametrize("fault", [opened.no_memory, opened.no_thread])
+def test_a_shard_that_a_process_without_memory_or_threads_leaves_is_not_damaged(root, fault):
+    done = run_when(["verify", root, "--json"], "read", root / "sa1b-000001-0001.*", fault)
     assert (done.code, done.json["findings"], list(done.json["unchecked"])) == (2, [], [SHARD])
     assert done.json["shards"] == 4
 
 
 @pytest.mark.parametrize("pattern", ["sa1b-*.parquet", "sa1b-000001-0001.parquet"], ids=["all", "one"])
-def test_shards_whose_processes_are_killed_are_not_checked_and_not_damaged(root, tmp_path, pattern):
+def test_shards_whose_processes_are_killed_are_not_checked_and_not_damaged(root, pattern):
     """As the kernel kills for lack of memory: the others are checked, and the check ends."""
     lost = sorted(path.with_suffix(".tar").name for path in root.glob(pattern))
     words = ["verify", root, "--workers", 2]
-    done = opened.run(tmp_path / "told", "killed", root / pattern, *words, "--json")
+    done = run_when([*words, "--json"], "read", root / pattern, kill)
     assert (done.code, done.json["findings"], done.json["shards"]) == (2, [], 5 - len(lost))
     assert sorted(done.json["unchecked"]) == lost
-    text = opened.run(tmp_path / "told", "killed", root / pattern, *words)
+    text = run_when(words, "read", root / pattern, kill)
     assert (text.code, text.out.splitlines()[-1]) == (2, f"NOT CHECKED: {root}")
     assert not commands_in(text.out)
 
@@ -195,8 +196,8 @@ def test_the_text_and_the_json_of_thousands_of_findings_are_short(root):
 
 def test_the_work_before_the_first_shard_reads_no_index(root, tmp_path):
     run("layer", "drop", root, "round2")
-    opened.run(tmp_path / "told", "note", root / "*.*", "verify", root, "--json")
-    names = [json.loads(line) for line in (tmp_path / "told" / "opened").read_text().splitlines()]
+    run_when(["verify", root, "--json"], "read", root / "*.*", opened.note, tmp_path / "told")
+    names = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
     order = list(dict.fromkeys(name for name in names if name.endswith((".tar", ".parquet"))))
     shards = sorted(root.glob("*.tar"))
     assert order == [str(path.with_suffix(one)) for path in shards for one in (".parquet", ".tar")]

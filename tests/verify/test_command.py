@@ -11,6 +11,7 @@ import pytest
 
 from tests.directories import bucket, reshard
 from tests.kit import files, flip, put, refused, run
+from tests.verify import checking
 
 FIRST, SHARD, LAST = "sa1b-000001-0000.tar", "sa1b-000001-0001.tar", "sa1b-000002-0000.tar"
 INDEX, LAST_INDEX, TABLE = "sa1b-000001-0001.parquet", "sa1b-000002-0000.parquet", "samples-*.bin"
@@ -339,11 +340,8 @@ def general(name):
 
 def commands_in(remedy):
     """The words of each command in an advice, without the program; it is safe to paste."""
-    found = re.findall("`([^`]+)`", remedy)
-    assert not any(re.search(r"[<>|&;]|\brm\b", one) for one in found)
-    return [
-        shlex.split(re.sub(r".*?(?=\b(index|reshard|view|layer|fetch)\b)", "", one, count=1)) for one in found
-    ]
+    assert not any(re.search(r"[<>|&;]|\brm\b", one) for one in re.findall("`([^`]+)`", remedy))
+    return checking.commands_in(remedy)
 
 
 def typed(words, **places):

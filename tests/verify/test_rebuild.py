@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from tests.directories import IDS, images
-from tests.kit import files, run
+from tests.kit import files, run, run_when
 from tests.steps import steps
-from tests.verify import opened
+from tests.verify.opened import no_memory
 from tests.verify.test_index_command import JSON, OTHER, SHARD, TASK, lose, other_index, root
 
 __all__ = ["root"]
@@ -48,10 +48,10 @@ def test_readers_see_all_images_at_every_change(root, case):
     assert run("verify", root, "--deep", "--json").json["findings"] == []
 
 
-def test_a_rebuild_without_memory_ends_with_a_message_and_goes_on(root, tmp_path):
+def test_a_rebuild_without_memory_ends_with_a_message_and_goes_on(root):
     written = files(root)
     lose(root, "*.parquet")
-    done = opened.run(tmp_path / "told", "no_memory", root / OTHER, "index", root)
+    done = run_when(["index", root], "read", root / OTHER, no_memory)
     assert done.code == 2
     assert f"{root / OTHER}: " in done.err
     assert "--workers" in done.err

@@ -1,12 +1,13 @@
 """verify and index on a bucket: the report of a folder, faults on the way, and copies in the scratch folder."""
 
+import errno
 import shutil
 import signal
 
 import pytest
 
 from tests.directories import bucket
-from tests.kit import refused, run
+from tests.kit import fail, refused, run, run_when
 from tests.stream.leftovers import wait_for_end
 from tests.verify import opened
 from tests.verify.checking import content
@@ -27,8 +28,8 @@ def test_a_clean_bucket_has_the_report_of_the_folder_and_leaves_no_copy(root, tm
         here, there = run("verify", root, *flags, "--json").json, run(*words, *flags).json
         assert there["root"] == where
         assert {**there, "root": "", "seconds": 0} == {**here, "root": "", "seconds": 0}
-    opened.run(tmp_path / "told", "note", root / "*.tar", *words)
-    names = (tmp_path / "told" / "opened").read_text().splitlines()
+    run_when(words, "read", root / "*.tar", opened.note, tmp_path / "told")
+    names = (tmp_path / "told").read_text().splitlines()
     assert len(names) <= 10  # of each shard, its first bytes and all of them
     assert content(root) == before
     assert content(scratch) == {}
@@ -38,13 +39,13 @@ def test_damage_in_transit_is_no_damage(root, tmp_path):
     """The first copy of each shard has a flipped bit."""
     scratch = tmp_path / "scratch"
     words = ["verify", bucket(root), "--scratch", scratch, "--json"]
-    done = opened.run(tmp_path / "told", "flip", scratch / "*.tar", *words)
+    done = run_when(words, "read", scratch / "*.tar", opened.flip, tmp_path / "told")
     assert (done.code, done.json["findings"], done.json["shards"]) == (0, [], 5)
     assert len(list((tmp_path / "told").iterdir())) == 5
 
 
-def test_an_object_that_is_not_read_is_not_checked_and_no_damage(root, tmp_path):
-    done = opened.run(tmp_path / "told", "denied", root / LAST, "verify", bucket(root), "--json")
+def test_an_object_that_is_not_read_is_not_checked_and_no_damage(root):
+    done = run_when(["verify", bucket(root), "--json"], "read", root / LAST, fail, errno.EACCES)
     assert (done.code, done.json["findings"], list(done.json["unchecked"])) == (2, [], [LAST])
     assert f"{bucket(root)}/{LAST}" in done.json["unchecked"][LAST]
 
